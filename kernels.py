@@ -1,0 +1,174 @@
+"""The fast path under all five scripts: fused attention, the KV cache it reads, the replay of a decode forward.
+
+attention      one call for training and decoding. A BlockMask (CUDA training) goes to one compiled flex_attention, a
+               dense boolean mask to PyTorch's SDPA. Where flex refuses, the same predicate is made dense, said once
+               on stderr.
+KVCache        preallocated keys and values with a count of committed entries; everything behind that count is scratch.
+GraphReplay    one captured CUDA graph per (query length, key length) bucket; elsewhere it just calls the function.
+
+Shapes: B batch, T queries of this forward, S keys seen, H query heads, G key/value heads, D head dim, V vocabulary.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+torch._dynamo.config.recompile_limit = 256  # one entry per bucket; behind the limit flex runs unfused and memory jumps
+_compiled_flex = torch.compile(flex_attention, dynamic=False)
+_notices = set()
+
+
+def notice(text):
+    """Say a thing once per process, on stderr."""
+    if text not in _notices:
+        _notices.add(text)
+        print(text, file=sys.stderr)
+
+
+def dense(mask_mod, B, T, S, device="cpu"):
+    """Dense mask of a predicate: (B, 1, T, S) bool, True = may attend. The readable form, the reference in tests."""
+    b = torch.arange(B, device=device).view(B, 1, 1, 1)
+    q_idx = torch.arange(T, device=device).view(1, 1, T, 1)
+    kv_idx = torch.arange(S, device=device).view(1, 1, 1, S)
+    return torch.as_tensor(mask_mod(b, 0, q_idx, kv_idx), device=device).expand(B, 1, T, S)
+
+
+def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
+    """softmax(q k^T / sqrt(D)) v with grouped query heads; keys and values are never expanded to H heads.
+
+    q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G: query heads g*H/G .. (g+1)*H/G-1 read key head g.
+    mask: None (all see all), bool (B or 1, 1, T, S) with True = may attend, or a BlockMask.
+    Returns (B, H, T, D). A row without a visible key gives zeros, and finite gradients.
+    Raises TypeError for a mask of another dtype: 0/1 numbers would be added to the scores and be silently wrong.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, S = k_BGSD.shape[1:3]
+    if isinstance(mask, BlockMask):
+        if q_BHTD.is_cuda and "flex refused" not in _notices:
+            try:
+                return _compiled_flex(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=H != G)
+            except Exception as error:  # flex refuses some head sizes and group sizes in some versions
+                _notices.add("flex refused")
+                notice(f"flex_attention refused ({type(error).__name__}): SDPA with the same predicate made dense")
+        batch = mask.kv_num_blocks.shape[0]
+        mask = dense(mask.mask_mod, batch, T, S, q_BHTD.device)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"attention takes a boolean mask (True = may attend) or a BlockMask, not {mask.dtype}")
+    R = H // G
+    q_BGRTD = q_BHTD.reshape(B, G, R * T, D)  # the R query heads of one key head side by side
+    if mask is not None:
+        mask = mask[:, :, None].expand(-1, 1, R, T, S).reshape(-1, 1, R * T, S)
+    return F.scaled_dot_product_attention(q_BGRTD, k_BGSD, v_BGSD, attn_mask=mask).reshape(B, H, T, D)
+
+
+class KVCache:
+    """Keys (already rotated) and values of every layer, preallocated, with a count of committed entries.
+
+    A forward writes its keys and values at chosen places behind the committed part (scratch) and attends to both. What
+    follows decides what stays: `commit(n)` keeps a prefix of the scratch, `commit_chosen(idx)` gathers chosen entries
+    down to the committed part. All else is overwritten by the next forward: there is nothing to roll back. The tensors
+    never move, so that a captured graph can read them; no entry is ever copied but by `commit_chosen`.
+
+    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, max_len, D).
+    """
+
+    def __init__(self, num_layers, batch, kv_heads, max_len, head_dim, device, dtype):
+        # graph padding rows write behind max_len, where nothing looks
+        shape = (batch, kv_heads, max_len + GraphReplay.MAX_QUERY, head_dim)
+        self.layers = [
+            tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)) for _ in range(num_layers)
+        ]
+        self.max_len, self.cache_len = max_len, 0
+
+    def scratch_idx(self, n, offset=0):
+        """(n,) int64: the places `offset .. offset+n-1` behind the committed part. Raises ValueError past max_len."""
+        start = self.cache_len + offset
+        if start + n > self.max_len:
+            raise ValueError(f"the KV cache holds {self.max_len} entries, entry {start + n} was asked for")
+        return torch.arange(start, start + n, device=self.layers[0][0].device)
+
+    def commit(self, n):
+        """Keep the first n scratch entries."""
+        if not 0 <= n <= self.max_len - self.cache_len:
+            raise ValueError(f"cannot commit {n} entries behind {self.cache_len} of {self.max_len}")
+        self.cache_len += n
+
+    def commit_chosen(self, idx):
+        """Keep scratch entries idx (n,), counted from the committed part, in this order."""
+        source = self.cache_len + idx
+        for keys, values in self.layers:
+            for tensor in (keys, values):
+                tensor[:, :, self.cache_len : self.cache_len + len(idx)] = tensor[:, :, source]
+        self.commit(len(idx))
+
+    def truncate(self, cache_len):
+        """Keep the first cache_len committed entries: 0 none, cache_len all. Raises ValueError beyond either end."""
+        if not 0 <= cache_len <= self.cache_len:
+            raise ValueError(f"cannot cut a cache of {self.cache_len} entries to {cache_len}")
+        self.cache_len = cache_len
+
+    def keep_rows(self, row_idx):
+        """Keep batch rows row_idx (n,), in this order; the freed rows at the end go."""
+        self.layers = [tuple(tensor[row_idx] for tensor in layer) for layer in self.layers]
+
+
+class GraphReplay:
+    """Call `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA by replaying a captured graph.
+
+    input_ids, position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool; write_idx (T,) int64, places in the cache.
+    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries see nothing, write to the spare places
+    behind `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
+    Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
+    """
+
+    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64), 64, 256
+
+    def __init__(self, forward, trash_idx, max_key, pad=None, capture=None):
+        on_gpu = torch.cuda.is_available()
+        self.forward, self.trash_idx, self.max_key = forward, trash_idx, max_key
+        self.pad = on_gpu if pad is None else pad  # padding without capture exists for tests on CPU
+        self.capture = on_gpu if capture is None else capture
+        self.graphs = {}
+
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx):
+        B, T = input_ids.shape
+        S = attn_mask.shape[-1]
+        if not self.pad or T > self.MAX_QUERY:
+            return self.forward(input_ids, position_ids, attn_mask, write_idx)
+        T_pad = next(size for size in self.QUERY if size >= T)
+        S_pad = min(-(-S // self.KEY) * self.KEY, self.max_key)
+        bucket = (B, T_pad, S_pad)
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._prepare(B, T_pad, S_pad, input_ids.device)
+        static, graph, out = self.graphs[bucket]
+        ids, positions, mask, places = static
+        ids[:, :T], positions[:, :T], places[:T] = input_ids, position_ids, write_idx
+        mask.zero_()
+        mask[:, :, :T, :S] = attn_mask
+        places[T:] = self.trash_idx + torch.arange(T_pad - T, device=places.device)
+        if graph is None:
+            return self.forward(*static)[:, :T]
+        graph.replay()
+        return out[:, :T]
+
+    def _prepare(self, B, T, S, device):
+        static = (
+            torch.zeros(B, T, dtype=torch.int64, device=device),
+            torch.zeros(B, T, dtype=torch.int64, device=device),
+            torch.zeros(B, 1, T, S, dtype=torch.bool, device=device),
+            self.trash_idx + torch.arange(T, device=device),
+        )
+        if not self.capture:
+            return static, None, None
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up outside the capture
+            for _ in range(3):
+                self.forward(*static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.forward(*static)
+        return static, graph, out
