@@ -201,11 +201,16 @@ def training_loss(model, inputs, cfg):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
+def without_mask(logits, cfg):
+    """The mask token is never an output. (..., V) -> (..., V)"""
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
+
+
 def propose(logits, cfg, generator):
     """Draft token and its confidence at every mask position, logits unshifted. (n, V) -> (n,) int64, (n,) float32."""
-    logits = logits[:, : cfg.vocab_len].float()
+    logits = logits.float()
     probs = logits.softmax(-1)  # confidences are at temperature 1  [code]
-    logits[:, cfg.mask_id] = -torch.inf
+    logits = without_mask(logits, cfg)
     if cfg.temperature > 0:  # Gumbel-max in float64 = a draw from softmax(logits / T)
         uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
         logits = logits.double() / cfg.temperature - torch.log(-torch.log(uniform))
@@ -241,13 +246,13 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
         mask = dense(completion_rows(kv_cache.cache_len, k, start), 1, m * n, kv_cache.cache_len + m * k, ids.device)
         write_idx = kv_cache.scratch_idx(m * k).view(m, k)[:, start:].flatten()
         logits = decoder(ids.reshape(1, -1), position_ids[: len(ids), start:].reshape(1, -1), mask, write_idx)
-        return logits.view(m, n, -1)
+        return logits[..., : cfg.vocab_len].view(m, n, -1)
 
     while not good.all():
         # predict: a mask wherever a token is not good yet, read unshifted, greedy whatever the temperature  [code]
         logits = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:])
-        logits[..., cfg.mask_id] = -torch.inf
-        token_ids[:, start:] = torch.where(good[:, start:], token_ids[:, start:], logits.argmax(-1))
+        pred_ids = without_mask(logits, cfg).argmax(-1)
+        token_ids[:, start:] = torch.where(good[:, start:], token_ids[:, start:], pred_ids)
         # verify: good stays good, and each unfinished row gains at least the token behind its good prefix
         sure = next_token_probs(forward(token_ids[:, start:]), token_ids[:, start:]) > cfg.tau_token
         forced = F.pad(good[:, start:-1], (1, 0), value=True)
@@ -283,7 +288,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     def forward(ids, positions):  # causal in buffer order, on top of the committed buffer
         n = len(ids)
         mask = dense(causal(kv_cache.cache_len), 1, n, kv_cache.cache_len + n, device)
-        return decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n))[0]
+        return decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
 
     eos_seen = False
     for block_idx in range(cfg.serial_blocks):
