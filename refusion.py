@@ -356,7 +356,11 @@ OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument
 
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; the released checkpoint has plain Qwen3 names and loads as it is."""
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
+
+def load_tokenizer(name):
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def enter_stage(model, stage, folder, cfg):
@@ -430,6 +434,8 @@ def padded_len(rows, cfg):
 def keep_short(rows, cfg):
     """Rows of at most max_len tokens; the others are dropped, not cut, and counted on stderr."""
     short = [row for row in rows if len(row["prompt_ids"]) + len(row["answer_ids"]) <= cfg.max_len]
+    if not short:
+        raise ValueError(f"all {len(rows)} rows are longer than max_len {cfg.max_len}")
     if n_long := len(rows) - len(short):
         print(f"{n_long} of {len(rows)} rows are longer than max_len {cfg.max_len}: dropped", file=sys.stderr)
     return short
@@ -497,7 +503,7 @@ def load(name, cfg, training):
         if name == "tiny":
             backbone, tokenizer = tiny_backbone(cfg)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = load_tokenizer(name)
             backbone = load_backbone(name, torch.float32 if training else getattr(torch, cfg.dtype))
     except Exception as error:
         raise ValueError(f"cannot load model {name!r}: {' '.join(str(error).split())[:300]}") from error
@@ -526,7 +532,7 @@ def read_problems(cfg):
     pairs, problems = (("prompt", "response"), ("question", "answer"), ("query", "response")), []
     if not cfg.data:  # a dict: each prompt once, so that what is held out is unseen
         rng = random.Random(cfg.seed)
-        texts = dict(problem(rng) for _ in range(20000 + cfg.problems))
+        texts = dict(problem(rng) for _ in range(6000 + cfg.problems))
         problems = [([{"role": "user", "content": prompt}], answer) for prompt, answer in texts.items()]
     for number, line in enumerate(Path(cfg.data).read_bytes().split(b"\n") if cfg.data else [], 1):
         try:
@@ -563,14 +569,16 @@ def write_folder(out, write):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     write(tmp)
-    files = sorted(tmp.iterdir(), key=lambda path: path.name == "model.safetensors")
+    files = [path for path in tmp.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: path.name == "model.safetensors")
     for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     if out.exists():
         for path in files:
-            os.replace(path, out / path.name)
-        tmp.rmdir()
+            (out / path.relative_to(tmp)).parent.mkdir(exist_ok=True)
+            os.replace(path, out / path.relative_to(tmp))
+        shutil.rmtree(tmp)
     else:
         tmp.rename(out)
 
@@ -680,10 +688,7 @@ def train(cfg, resume):
     for stage in todo:
         here = state is not None and state[0] == stage.name
         model = enter_stage(model, stage.name, cfg.out if here else None, cfg)
-        packed = stage.pack(rows, cfg)
-        if not packed:
-            raise ValueError(f"no row of {cfg.data or 'the built-in task'} fits into max_len {cfg.max_len}")
-        losses = fit(model, tokenizer, stage, packed, cfg, state)
+        losses = fit(model, tokenizer, stage, stage.pack(rows, cfg), cfg, state)
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar":
@@ -732,7 +737,7 @@ def compare(cfg, folder, prompts, trace):
     """Decode held-out problems (or the prompts) by the method and by plain AR in one run; last line of stdout: JSON."""
     model, tokenizer = load(folder, cfg, training=False)
     baseline = load(f"{folder}/ar", cfg, training=False)[0] if Path(folder, "ar").exists() else None
-    model = enter_stage(model, METHOD, folder, cfg).eval()
+    model = enter_stage(model, METHOD, folder, cfg).train(False)
     problems = [([{"role": "user", "content": prompt}], None) for prompt in prompts] or read_problems(cfg)[1]
     lengths = [len(encode(tokenizer, messages)["prompt_ids"]) for messages, _ in problems]
     if min(lengths) == 0 or max(lengths) > cfg.max_len:

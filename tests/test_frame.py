@@ -1,0 +1,441 @@
+"""The frame that all scripts share word for word: data, checkpoints, resume, bad input, the command line."""
+
+import dataclasses
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPTS = [name for name in ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila") if (ROOT / f"{name}.py").exists()]
+MARK = re.compile(r"^# =+ frame: ", re.MULTILINE)
+
+
+def short(script, **flags):
+    """Flags of a run of a few steps in every stage, on the built-in backbone and a few of its problems."""
+    rng, data = random.Random(0), Path(tempfile.gettempdir(), f"problems_{script.METHOD}_{os.getpid()}.jsonl")
+    if not data.exists():
+        jsonl(data, [dict(zip(("prompt", "response"), script.problem(rng))) for _ in range(24)])
+    steps = {field.name: 2 for field in dataclasses.fields(script.Config) if field.name.endswith("_steps")}
+    flags = {
+        **steps,
+        "steps": 3,
+        "batch_size": 4,
+        "problems": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "data": data,
+        **flags,
+    }
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    return importlib.import_module(request.param)
+
+
+def run(script, *args):
+    try:
+        return script.main([str(arg) for arg in args])
+    except SystemExit as error:  # argparse
+        return error.code
+
+
+def refused(script, capsys, *args, words=()):
+    """Exit status 2 and exactly one line on stderr, which holds the words."""
+    capsys.readouterr()
+    status = run(script, *args)
+    err = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.strip() and "it/s]" not in line and "Loading" not in line
+    ]
+    assert status == 2 and len(err) == 1, (status, err)
+    for word in words:
+        assert str(word) in err[0], err[0]
+    return err[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the text
+
+
+def frame_of(name):
+    source = (ROOT / f"{name}.py").read_text()
+    return source[MARK.search(source).start() :]
+
+
+def test_the_frame_is_the_same_text_in_every_script():
+    frames = {name: frame_of(name) for name in SCRIPTS}
+    assert all(frame == frames[SCRIPTS[0]] for frame in frames.values()), [
+        n for n in SCRIPTS if frames[n] != frames[SCRIPTS[0]]
+    ]
+
+
+def test_the_common_part_of_config_is_the_same(script):
+    import refusion
+
+    names = [field.name for field in dataclasses.fields(refusion.Config)]
+    common = names[: names.index("vocab_len") + 1]
+    assert [field.name for field in dataclasses.fields(script.Config)][: len(common)] == common
+
+
+def test_nothing_unsafe_and_no_other_package(script):
+    source = Path(script.__file__).read_text()
+    assert not re.search(r"torch\.load\(|\bpickle\b|trust_remote_code\s*=\s*True|\beval\(|\bexec\(", source)
+    modules = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)) - set(sys.stdlib_module_names)
+    assert modules <= {"torch", "transformers", "safetensors", "tqdm", "numpy", "common", "kernels"}
+
+
+# --------------------------------------------------------------------------------------------------- training and resume
+
+
+def weights(folder):
+    return {file.name: load_file(file) for file in sorted(Path(folder).glob("*.safetensors"))}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        a[f].keys() == b[f].keys() and all(torch.equal(a[f][k], b[f][k]) for k in a[f]) for f in a
+    )
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(script, tmp_path):
+    """Bit for bit: weights, optimiser, data order and noise, from a stop in the middle of any stage."""
+    assert run(script, "--train", *short(script), "--out", tmp_path / "whole", "--save_every", 1) == 0
+    save, saves = script.save, []
+
+    def stop_after(n):
+        def wrapped(*args):
+            save(*args)
+            saves.append(1)
+            if len(saves) == n:
+                raise KeyboardInterrupt
+
+        return wrapped
+
+    for n in (1, 4):  # inside the first stage, and inside a later one
+        out = tmp_path / f"stopped{n}"
+        saves.clear()
+        script.save = stop_after(n)
+        try:
+            assert run(script, "--train", *short(script), "--out", out, "--save_every", 1) == 130
+        finally:
+            script.save = save
+        assert run(script, "--train", "--resume", "--out", out) == 0
+        assert same(weights(out), weights(tmp_path / "whole"))
+        assert same(weights(out / "ar"), weights(tmp_path / "whole" / "ar"))
+
+
+def test_the_seed_decides_everything(script, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run(script, "--train", *short(script), "--seed", seed, "--out", tmp_path / name) == 0
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_accumulation_equals_the_big_batch(script, tmp_path, monkeypatch):
+    fit, losses = script.fit, {1: [], 4: []}
+    for n in losses:
+        monkeypatch.setattr(script, "fit", lambda *args: losses[n].extend(found := fit(*args)) or found)
+        assert run(script, "--train", *short(script), "--accumulation", n, "--out", tmp_path / str(n)) == 0
+    assert losses[1] == pytest.approx(losses[4], rel=1e-3) and len(losses[1]) >= 5
+
+
+def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(script, tmp_path, capsys, monkeypatch):
+    stages, calls, out = script.stages, [], tmp_path / "run"
+
+    def poisoned(cfg):
+        *earlier, last = stages(cfg)
+
+        def loss(model, inputs, cfg):
+            calls.append(1)
+            value, logs = last.loss(model, inputs, cfg)
+            return value * (float("nan") if len(calls) == 3 else 1.0), logs
+
+        return [*earlier, last._replace(loss=loss)]
+
+    monkeypatch.setattr(script, "stages", poisoned)
+    assert run(script, "--train", *short(script), "--save_every", 1, "--out", out) == 1
+    assert "step 2" in capsys.readouterr().err.splitlines()[-1]
+    assert script.read_state(out)[1] == 2
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+class Killed(BaseException):
+    """Stands for kill -9 at this very call: no code of ours handles it."""
+
+
+@pytest.mark.parametrize(
+    "name, moment", [*(("refusion", n) for n in (1, 2, 3, 5, 8, 12, 17)), *((n, 9) for n in SCRIPTS[1:])]
+)
+def test_killed_during_a_save(tmp_path, monkeypatch, name, moment):
+    """At whichever file operation the process dies, the folder still loads and training resumes from it."""
+    script, out, count = importlib.import_module(name), tmp_path / "run", [0]
+    assert run(script, "--train", *short(script), "--out", out) == 0
+
+    def dying(function):
+        def wrapped(*args, **kwargs):
+            count[0] += 1
+            if count[0] == moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "fsync"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        patch.setattr(script, "save_file", dying(script.save_file))
+        with pytest.raises(Killed):
+            run(script, "--train", "--resume", "--steps", 5, "--save_every", 1, "--out", out)
+    assert 3 <= script.read_state(out)[1] <= 5
+    AutoTokenizer.from_pretrained(out)
+    AutoModelForCausalLM.from_pretrained(out)
+    assert run(script, "--train", "--resume", "--generate", "--steps", 5, "--problems", 1, "--out", out) == 0
+
+
+def spawn(name, *args):
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def wait_for(path, process):
+    deadline = time.time() + 60
+    while not path.exists():
+        assert time.time() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("signal_, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ctrl_c_and_kill_in_a_real_process(tmp_path, signal_, status):
+    """Ctrl-C finishes the step and saves; after kill -9 the last save is whole. Both resume."""
+    import refusion
+
+    out = tmp_path / "run"
+    flags = short(refusion, ar_steps=0, steps=100000, save_every=3)
+    process = spawn("refusion", "--train", *flags, "--out", out)
+    wait_for(out / "training_state.safetensors", process)
+    time.sleep(0.5)
+    process.send_signal(signal_)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    if signal_ == signal.SIGINT:
+        assert err.splitlines()[-1] == "refusion.py: interrupted" and "Traceback" not in err
+    step = refusion.read_state(out)[1]
+    AutoModelForCausalLM.from_pretrained(out)
+    assert run(refusion, "--train", "--resume", "--steps", step + 1, "--out", out) == 0
+    assert refusion.read_state(out)[1] == step + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a few steps of training, one per script, made when first asked for."""
+    made = {}
+
+    def folder(script):
+        if script not in made:
+            made[script] = tmp_path_factory.mktemp(script.__name__) / "run"
+            assert run(script, "--train", *short(script), "--out", made[script]) == 0
+        return made[script]
+
+    return folder
+
+
+def test_generate_prints_text_figures_and_json(script, trained, capsys):
+    assert run(script, "--generate", "--model", trained(script), "--trace") == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    report = json.loads(lines[-1])
+    assert report["method"] == script.METHOD and report["rows"][-1]["label"].startswith("plain AR")
+    for row in report["rows"]:
+        assert row["problems"] == 2 and row["forwards"] > 0 and row["new_tokens"] <= 2 * script.Config.max_new_tokens
+        assert row["tokens_per_forward"] == pytest.approx(row["new_tokens"] / row["forwards"], abs=1e-3)
+        line = next(text for text in lines if text.startswith(f"{row['label']}: new_tokens"))
+        assert all(word in line for word in ("forwards", "tokens_per_forward", "tok/s", "x AR"))
+    assert report["rows"][-1]["tokens_per_forward"] == 1.0
+    assert "  round" in out and "\033" not in out, "piped: plain text"
+
+
+def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
+    texts = []
+    for _ in range(2):
+        prompts = ("--prompt", "Tom has 3 red pens", "--prompt", "How many cups?")
+        assert run(script, "--generate", "--model", trained(script), *prompts, "--max_new_tokens", 16) == 0
+        lines = capsys.readouterr().out.splitlines()
+        report = json.loads(lines[-1])
+        assert all(row["problems"] == 2 and row["right"] is None for row in report["rows"])
+        texts.append([line for line in lines if "tok/s" not in line and "tok_s" not in line])
+    assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
+
+
+def test_trace_is_plain_text_with_a_dot_per_mask(script, capsys):
+    class Letters:
+        def decode(self, ids):
+            return chr(97 + ids[0])
+
+    script.show_trace(Letters(), [0, 1, 2], [1, 0, 1])
+    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b·", "  round   2 | abc"]
+
+
+def test_trim_ends_at_the_first_eos_or_the_budget(script):
+    cfg = script.Config(max_new_tokens=4)
+    cfg.eos_id = 0
+    for ids, expected in (([3, 0, 5, 0], [3, 0]), ([0], [0]), ([1, 2, 3, 4, 0], [1, 2, 3, 4]), ([7], [7])):
+        assert script.trim(torch.tensor(ids), cfg) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------------ data
+
+ROWS = {
+    "prompt/response": {"prompt": "Tom has 3 red", "response": " 3+4=7."},
+    "question/answer": {"question": "Tom has 3 red", "answer": " 3+4=7."},
+    "query/response": {"query": "Tom has 3 red", "response": " 3+4=7."},
+    "messages": {
+        "messages": [{"role": "user", "content": "Tom has 3 red"}, {"role": "assistant", "content": " 3+4=7."}]
+    },
+}
+
+
+def jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_every_kind_of_row_is_read_and_held_out_rows_are_not_trained_on(script, tmp_path):
+    file = jsonl(tmp_path / "data.jsonl", [*ROWS.values(), "", *ROWS.values()])
+    training, held_out = script.read_problems(script.Config(data=str(file), problems=3))
+    assert len(training) == 5 and len(held_out) == 3
+    assert all(p == ([{"role": "user", "content": "Tom has 3 red"}], " 3+4=7.") for p in training + held_out)
+    training, held_out = script.read_problems(script.Config(problems=64))
+    prompts = {messages[0]["content"] for messages, _ in training}
+    assert len(held_out) == 64 and not prompts & {messages[0]["content"] for messages, _ in held_out}
+
+
+def test_encode_takes_plain_and_chat_tokenizers(script):
+    _, tokenizer = script.tiny_backbone(script.Config())
+    prompt, answer = script.problem(__import__("random").Random(3))
+    row = script.encode(tokenizer, [{"role": "user", "content": prompt}], answer)
+    assert tokenizer.decode(row["prompt_ids"]) == prompt
+    assert row["answer_ids"][-1] == tokenizer.eos_token_id and tokenizer.decode(row["answer_ids"][:-1]) == answer
+    assert tokenizer.unk_token_id not in row["prompt_ids"] + row["answer_ids"]
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    chat = script.encode(tokenizer, [{"role": "user", "content": "3"}], "4")
+    assert len(chat["prompt_ids"]) == 4 and len(chat["answer_ids"]) == 2
+
+
+def test_padding_mask_and_eos_tokens(script, tmp_path):
+    """A backbone without a mask token gets a spare row if there is one, else a new one; the head stays tied; saved and reloaded."""
+    from transformers import Qwen3ForCausalLM
+
+    for spare, name in ((0, "full"), (5, "spare")):
+        cfg = script.Config(device="cpu", dtype="float32", compile=False)
+        backbone, tokenizer = script.tiny_backbone(cfg)
+        tokenizer.mask_token = None
+        backbone.resize_token_embeddings(len(tokenizer) + spare)
+        config = backbone.config
+        config.mask_token_id, config.pad_token_id = None, 0
+        lm = Qwen3ForCausalLM(config)
+        lm.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        vocab = json.loads((tmp_path / name / "tokenizer.json").read_text())
+        loaded, tok = script.load(str(tmp_path / name), cfg, training=True)
+        rows = loaded.get_input_embeddings().num_embeddings
+        assert cfg.mask_id not in (cfg.eos_id, None) and cfg.mask_id < rows and len(vocab["model"]["vocab"]) <= rows
+        assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+        assert loaded.model.embed_tokens.padding_idx is None, "the EOS row must get its gradient"
+        assert loaded.config.mask_token_id == cfg.mask_id
+
+
+# ------------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, capsys):
+    good = jsonl(tmp_path / "good.jsonl", [ROWS["prompt/response"]] * 8)
+    out = tmp_path / "out"
+    train = ("--train", *short(script), "--out", out)
+    model = trained(script)
+    cases = {
+        "no such model": (("--generate", "--model", tmp_path / "none"), ["none"]),
+        "no such model, trained": ((*train, "--model", "./not/there"), ["not/there"]),
+        "nothing asked": ((), ["--train"]),
+        "unknown flag": (("--train", "--colour", "red"), ["colour"]),
+        "not a number": (("--train", "--steps", "many"), ["steps"]),
+        "no such data": ((*train, "--data", tmp_path / "none.jsonl"), ["none.jsonl"]),
+        "data is a folder": ((*train, "--data", tmp_path), [tmp_path.name]),
+        "empty data": ((*train, "--data", jsonl(tmp_path / "empty.jsonl", [])), ["no rows"]),
+        "rows all too long": ((*train, "--data", good, "--max_len", 2), ["max_len"]),
+        "prompt too long": (("--generate", "--model", model, "--prompt", "pens " * 40, "--max_len", 8), ["max_len"]),
+        "empty prompt": (("--generate", "--model", model, "--prompt", ""), ["1 to"]),
+        "batch 0": ((*train, "--batch_size", 0), ["batch_size"]),
+        "accumulation": ((*train, "--batch_size", 4, "--accumulation", 3), ["accumulation"]),
+        "no new tokens": (("--generate", "--model", model, "--max_new_tokens", 0), ["max_new_tokens"]),
+        "temperature": (("--generate", "--model", model, "--temperature", -1), ["temperature"]),
+        "top_p": (("--generate", "--model", model, "--top_p", 0), ["top_p"]),
+        "top_p 2": (("--generate", "--model", model, "--top_p", 2), ["top_p"]),
+        "dtype": (("--generate", "--model", model, "--dtype", "float17"), ["float17"]),
+        "device": (("--generate", "--model", model, "--device", "tpu"), ["tpu"]),
+        "nothing to resume": (("--train", "--resume", "--out", tmp_path / "nowhere"), ["nowhere"]),
+        "another model's folder": (("--train", "--model", model, "--out", ROOT / "tests"), ["name another --out"]),
+    }
+    for row in ("{", "[1]", "3", '"text"', '{"prompt": "a"}', '{"response": "a"}', '{"prompt": 1, "response": "a"}', "\xff\xfe",
+                '{"messages": []}x', '{"messages": [{"role": "user", "content": "a"}]}', '{"messages": 3}', "[" * 100000,
+                '{"prompt": null, "response": null}', '{"messages": ["a"]}'):  # fmt: skip
+        file = jsonl(tmp_path / f"broken{len(cases)}.jsonl", [ROWS["prompt/response"], row, ROWS["prompt/response"]])
+        cases[f"broken row {row[:40]}"] = ((*train, "--data", file), [file.name, "line 2"])
+    for name, (args, words) in cases.items():
+        line = refused(script, capsys, *args, words=words)
+        assert line.startswith(f"{script.METHOD}.py: "), name
+        assert not out.exists() and not Path(f"{out}.tmp").exists(), name
+
+
+def test_a_backbone_without_a_mask_token_cannot_decode_untrained(tmp_path, capsys):
+    import refusion
+
+    backbone, tokenizer = refusion.tiny_backbone(refusion.Config())
+    backbone.config.mask_token_id, tokenizer.mask_token = None, None
+    backbone.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    refused(refusion, capsys, "--generate", "--model", tmp_path, words=["no mask token"])
+
+
+def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
+    import shutil
+
+    for name, text in (("model.safetensors", "junk"), ("config.json", "{"), ("tokenizer.json", "{}"), ("settings.json", "[1]"),
+                       ("settings.json", '{"steps": "x"}'), ("settings.json", "{")):  # fmt: skip
+        folder = tmp_path / f"copy{len(os.listdir(tmp_path))}"
+        shutil.copytree(trained(script), folder)
+        (folder / name).write_text(text)
+        refused(script, capsys, "--generate", "--model", folder)
+    folder = tmp_path / "state"
+    shutil.copytree(trained(script), folder)
+    (folder / "training_state.safetensors").write_text("junk")
+    refused(script, capsys, "--train", "--resume", "--out", folder, words=["nothing to resume"])
+
+
+def test_a_run_does_not_overwrite_another_models_run(script, trained, tmp_path, capsys):
+    before = {file.name: file.read_bytes() for file in trained(script).glob("*.json")}
+    other = tmp_path / "other"
+    backbone, tokenizer = script.tiny_backbone(script.Config())
+    backbone.save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    refused(script, capsys, "--train", "--model", other, "--out", trained(script), words=["name another --out"])
+    assert before == {file.name: file.read_bytes() for file in trained(script).glob("*.json")}
