@@ -117,7 +117,8 @@ class KVCache:
 class GraphReplay:
     """Call `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA by replaying a captured graph.
 
-    input_ids, position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool; write_idx (T,) int64, places in the cache.
+    input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
+    write_idx (T,) int64, places in the cache.
     T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries see nothing, write to the spare places
     behind `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
@@ -133,15 +134,15 @@ class GraphReplay:
         self.graphs = {}
 
     def __call__(self, input_ids, position_ids, attn_mask, write_idx):
-        B, T = input_ids.shape
+        B, T = input_ids.shape[:2]
         S = attn_mask.shape[-1]
         if not self.pad or T > self.MAX_QUERY:
             return self.forward(input_ids, position_ids, attn_mask, write_idx)
         T_pad = next(size for size in self.QUERY if size >= T)
         S_pad = min(-(-S // self.KEY) * self.KEY, self.max_key)
-        bucket = (B, T_pad, S_pad)
+        bucket = (B, T_pad, S_pad, *input_ids.shape[2:])
         if bucket not in self.graphs:
-            self.graphs[bucket] = self._prepare(B, T_pad, S_pad, input_ids.device)
+            self.graphs[bucket] = self._prepare(B, T_pad, S_pad, input_ids)
         static, graph, out = self.graphs[bucket]
         ids, positions, mask, places = static
         ids[:, :T], positions[:, :T], places[:T] = input_ids, position_ids, write_idx
@@ -153,9 +154,10 @@ class GraphReplay:
         graph.replay()
         return out[:, :T]
 
-    def _prepare(self, B, T, S, device):
+    def _prepare(self, B, T, S, like):
+        device = like.device
         static = (
-            torch.zeros(B, T, dtype=torch.int64, device=device),
+            torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
             torch.zeros(B, T, dtype=torch.int64, device=device),
             torch.zeros(B, 1, T, S, dtype=torch.bool, device=device),
             self.trash_idx + torch.arange(T, device=device),
