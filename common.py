@@ -307,15 +307,18 @@ class Decoder:
 
     decoder(input_ids, position_ids, attn_mask, write_idx) -> logits (B, T, V), in the backbone's dtype, of every row.
     Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
-    max_len: most entries that committed and scratch take together.
+    max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the same
+    backbone, batch and max_len, so that two views read and write the same entries.
     """
 
-    def __init__(self, backbone, max_len, batch=1, compiled=None, project=own_projection):
+    def __init__(self, backbone, max_len, batch=1, compiled=None, project=own_projection, kv_cache=None):
         prepare(backbone)
         self.backbone, self.project = backbone, project
         weight, layers = backbone.model.embed_tokens.weight, backbone.model.layers
         kv_heads, head_dim = backbone.config.num_key_value_heads, layers[0].self_attn.head_dim
-        self.kv_cache = kernels.KVCache(len(layers), batch, kv_heads, max_len, head_dim, weight.device, weight.dtype)
+        self.kv_cache = kv_cache or kernels.KVCache(
+            len(layers), batch, kv_heads, max_len, head_dim, weight.device, weight.dtype
+        )
         self.compiled = weight.is_cuda if compiled is None else compiled
         max_key = max_len + kernels.GraphReplay.MAX_QUERY
         # a backbone on the CPU of a machine with a GPU decodes without padding and capture
@@ -328,6 +331,11 @@ class Decoder:
         self.kv_cache.truncate(0)
         self.forwards = 0
         return self
+
+    def keep_rows(self, row_idx):
+        """Batch rows row_idx (n,) stay, in this order. What was captured for more rows reads memory that goes."""
+        self.kv_cache.keep_rows(row_idx)
+        self.replay.graphs.clear()
 
     def _forward(self, input_ids, position_ids, attn_mask, write_idx):
         hidden = walk(

@@ -119,8 +119,8 @@ class GraphReplay:
 
     input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
     write_idx (T,) int64, places in the cache.
-    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries see nothing, write to the spare places
-    behind `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
+    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare places behind
+    `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
     """
 
@@ -148,6 +148,7 @@ class GraphReplay:
         ids[:, :T], positions[:, :T], places[:T] = input_ids, position_ids, write_idx
         mask.zero_()
         mask[:, :, :T, :S] = attn_mask
+        mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
         places[T:] = self.trash_idx + torch.arange(T_pad - T, device=places.device)
         if graph is None:
             return self.forward(*static)[:, :T]
@@ -159,7 +160,7 @@ class GraphReplay:
         static = (
             torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
             torch.zeros(B, T, dtype=torch.int64, device=device),
-            torch.zeros(B, 1, T, S, dtype=torch.bool, device=device),
+            torch.ones(B, 1, T, S, dtype=torch.bool, device=device),
             self.trash_idx + torch.arange(T, device=device),
         )
         if not self.capture:
