@@ -18,6 +18,7 @@ Run           python refusion.py --train --generate                        (tiny
 
 import argparse
 import collections
+import copy
 import dataclasses
 import json
 import math
@@ -29,16 +30,36 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from common import Decoder, build_mask, causal, completion_rows, dense, generate_ar, prepare, token_nll, walk
+from common import (
+    Decoder,
+    build_mask,
+    causal,
+    completion_rows,
+    dense,
+    generate_ar,
+    prepare,
+    token_nll,
+    walk,
+)
 
 METHOD = "refusion"
 
@@ -588,13 +609,10 @@ def save_plain(backbone, tokenizer, folder):
     write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
-def save(model, tokenizer, cfg, stage, step, optimizer, names):
+def save(model, tokenizer, cfg, stage, step, tensors):
     """A Hugging Face folder in cfg.out, with settings.json and the training state, which alone is enough to resume."""
 
     def write(folder):
-        tensors = {f"param.{name}": p.detach().contiguous() for name, p in names.items()}
-        for name, p in names.items():
-            tensors |= {f"{key}.{name}": value for key, value in optimizer.state[p].items() if key != "step"}
         save_file(tensors, folder / "training_state.safetensors", metadata={"stage": stage, "step": str(step)})
         (folder / "settings.json").write_text(json.dumps({"method": METHOD, **dataclasses.asdict(cfg)}, indent=1))
         tokenizer.save_pretrained(folder)
@@ -613,48 +631,85 @@ def read_state(folder):
         raise ValueError(f"nothing to resume in {folder}: {error}") from error
 
 
-def batch_at(rows, step, cfg):
-    """The rows of a step, from the seed alone: each pass over the data has a permutation of its own."""
+def batch_at(rows, step, size, seed):
+    """The `size` rows of a step, from the seed alone: each pass over the data has a permutation of its own."""
 
     def order(epoch):
-        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)).tolist()
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
-    picks = range(step * cfg.batch_size, (step + 1) * cfg.batch_size)
+    picks = range(step * size, (step + 1) * size)
     orders = {epoch: order(epoch) for epoch in {i // len(rows) for i in picks}}
     return [rows[orders[i // len(rows)][i % len(rows)]] for i in picks]
+
+
+def ranks(cfg):
+    """(rank, world size): (0, 1), or torchrun's, with the process group started and this rank's device chosen."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        if cfg.device.startswith("cuda"):
+            cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(cfg.device)
+        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def shard(model, stage, cfg):
+    """A copy of the model, sharded by FSDP2 layer by layer; its forward is the loss: there the sharding hooks stand."""
+    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    live = copy.deepcopy(model).to(cfg.device)
+    live.forward = types.MethodType(lambda self, inputs: stage.loss(self, inputs, cfg), live)
+    for module in [*live.modules()]:
+        if hasattr(module, "input_layernorm"):
+            fully_shard(module, mp_policy=policy)
+    return fully_shard(live, mp_policy=policy)
+
+
+def whole(tensor):
+    """A tensor, or all of a sharded one."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
 
 
 def fit(model, tokenizer, stage, rows, cfg, state=None):
     """One stage of training: AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
 
     Step s takes its rows and its noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's
-    weights are set over the whole batch before it is cut into micro-batches: accumulation leaves the gradient as it is.
+    weights are set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
-    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rank, world = ranks(cfg)
+    start, tensors = state[1:] if state and state[0] == stage.name else (0, {})
+    for name, p in model.named_parameters():
+        p.data.copy_(tensors.get(f"param.{name}", p))
+    live = shard(model, stage, cfg) if world > 1 else model
+    names = {name: p for name, p in live.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(names.values(), stage.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay)
-    start, stopped, losses, tokens, clock = 0, [], [], 0, time.time()
-    if state and state[0] == stage.name:
-        start, tensors = state[1:]
-        for key, p in names.items():
-            p.data.copy_(tensors[f"param.{key}"])
-            moments = {moment: tensors[f"{moment}.{key}"].to(p.device) for moment in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.tensor(float(start)), **moments}
+    for name, p in names.items() if tensors else ():
+        pair = {key: tensors[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        if world > 1:
+            pair = {key: distribute_tensor(value, p.device_mesh, p.placements) for key, value in pair.items()}
+        optimizer.state[p] = {"step": torch.tensor(float(start)), **pair}
+    stopped, losses, tokens, clock, parts = [], [], 0, time.time(), cfg.accumulation * world
     usual = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))  # Ctrl-C: finish the step, save, go
     autocast = torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
-    bar = tqdm(range(start, stage.steps), f"{METHOD}: {stage.name}", initial=start, total=stage.steps, mininterval=1)
-    model.train()
+    title = f"{METHOD}: {stage.name}"
+    bar = tqdm(range(start, stage.steps), title, initial=start, total=stage.steps, mininterval=1, disable=rank > 0)
+    live.train()
     try:
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
-            batch = batch_at(rows, step, cfg)
+            batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
             inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
-            for part in range(cfg.accumulation):
-                micro = {key: value[part :: cfg.accumulation].to(cfg.device) for key, value in inputs.items()}
+            for part in range(rank, parts, world):
+                micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
                 with autocast:
-                    part_loss, logs = stage.loss(model, micro, cfg)
-                part_loss.backward()
+                    part_loss, logs = live(micro) if world > 1 else stage.loss(model, micro, cfg)
+                (part_loss * world).backward()  # sharded gradients are means over the ranks
                 loss += part_loss.item()
+            if world > 1:
+                total = torch.tensor([loss, len(stopped)], dtype=torch.float64, device=cfg.device)
+                dist.all_reduce(total)
+                loss, stopped = total[0].item(), [True] * int(total[1])
             if not math.isfinite(loss):
                 raise FloatingPointError(f"loss {loss} at step {step} of stage {stage.name}; the last save stays")
             torch.nn.utils.clip_grad_norm_(names.values(), cfg.clip)
@@ -666,7 +721,13 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", **logs, tok_s=f"{tokens / (time.time() - clock):,.0f}", refresh=False)
             if stopped or step + 1 == stage.steps or (step + 1) % cfg.save_every == 0:
-                save(model, tokenizer, cfg, stage.name, step + 1, optimizer, names)
+                for (_, p), (_, q) in zip(model.named_parameters(), live.named_parameters() if world > 1 else ()):
+                    p.data.copy_(whole(q))
+                held = {f"param.{name}": whole(p) for name, p in names.items()}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    held |= {f"{key}.{name}": whole(optimizer.state[p][key]) for name, p in names.items()}
+                if rank == 0:
+                    save(model, tokenizer, cfg, stage.name, step + 1, held)
             if stopped:
                 raise KeyboardInterrupt
     finally:
@@ -691,7 +752,7 @@ def train(cfg, resume):
         losses = fit(model, tokenizer, stage, stage.pack(rows, cfg), cfg, state)
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-        if stage.name == "ar":
+        if stage.name == "ar" and ranks(cfg)[0] == 0:
             save_plain(model, tokenizer, f"{cfg.out}/ar")
 
 
@@ -712,7 +773,8 @@ def show_trace(tokenizer, ids, fixed_round):
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, trace=False):
     """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
     outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
-    for number, (messages, reference) in enumerate(problems):
+    rank, world = ranks(cfg)
+    for number, (messages, reference) in enumerate(problems[rank::world]):
         prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
         if number == 0 and cfg.device.startswith("cuda"):
             run(model, prompt_ids, cfg, decoder, generator)  # compiles and captures, outside the clock
@@ -727,6 +789,11 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, trace
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
             if trace:
                 show_trace(tokenizer, outputs[-1], record["fixed_round"])
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, (outputs, forwards, seconds, right))
+        outputs, forwards, right = (sum((part[i] for part in every), start) for i, start in ((0, []), (1, 0), (3, 0)))
+        seconds = max(part[2] for part in every)
     new_tokens = sum(map(len, outputs))
     return {"label": label, "problems": len(problems), "new_tokens": new_tokens, "forwards": forwards,
             "tokens_per_forward": round(new_tokens / max(forwards, 1), 3), "tok_s": round(new_tokens / seconds, 1),
@@ -820,8 +887,12 @@ def main(argv=None):
             raise ValueError("nothing to do: say --train, --generate or both")
         check_common(cfg)
         check(cfg)
+        if ranks(cfg)[0] > 0:
+            sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
         if args["train"]:
             train(cfg, args["resume"])
+            if dist.is_initialized():
+                dist.barrier()  # what rank 0 saved is there for all
         if args["generate"]:
             compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], args["trace"])
         for run, value in own:
@@ -834,6 +905,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print(f"{METHOD}.py: interrupted", file=sys.stderr)
         return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -1,0 +1,36 @@
+"""Run under torchrun by test_distributed.py: train (and decode with) the named scripts, write the losses that rank 0 saw.
+
+    torchrun --nproc-per-node 2 tests/distributed_worker.py LOSSES.json SCRIPT FLAG ... -- SCRIPT FLAG ...
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main(target, *rest):
+    groups, losses = [[]], {}
+    for word in rest:
+        groups.append([]) if word == "--" else groups[-1].append(word)
+    for name, *flags in groups:
+        script = importlib.import_module(name)
+        fit = script.fit
+
+        def recorded(model, tokenizer, stage, *args):
+            found = fit(model, tokenizer, stage, *args)
+            losses.setdefault(name, []).extend(found)
+            return found
+
+        script.fit = recorded
+        if status := script.main(flags):
+            sys.exit(status)
+    if int(os.environ.get("RANK", 0)) == 0:
+        Path(target).write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
