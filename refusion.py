@@ -377,7 +377,11 @@ OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument
 
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; the released checkpoint has plain Qwen3 names and loads as it is."""
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    backbone, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **safe)
+    if info["missing_keys"]:  # the library would fill them with random numbers
+        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys'])[:3])}")
+    return backbone
 
 
 def load_tokenizer(name):
@@ -809,7 +813,7 @@ def compare(cfg, folder, prompts, trace):
     lengths = [len(encode(tokenizer, messages)["prompt_ids"]) for messages, _ in problems]
     if min(lengths) == 0 or max(lengths) > cfg.max_len:
         raise ValueError(f"prompts must have 1 to max_len = {cfg.max_len} tokens, not {min(lengths)} to {max(lengths)}")
-    table, shown = [], len(prompts) or 4
+    table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
     for label, run in decoders(cfg):
         decoder = new_decoder(model, max(lengths), cfg)
         table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, trace))

@@ -425,6 +425,12 @@ def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
         shutil.copytree(trained(script), folder)
         (folder / name).write_text(text)
         refused(script, capsys, "--generate", "--model", folder)
+    folder = tmp_path / "deeper"
+    shutil.copytree(trained(script), folder)
+    config = json.loads((folder / "config.json").read_text())
+    deeper = config | {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(deeper))
+    refused(script, capsys, "--generate", "--model", folder, words=["missing"])
     folder = tmp_path / "state"
     shutil.copytree(trained(script), folder)
     (folder / "training_state.safetensors").write_text("junk")

@@ -1,0 +1,197 @@
+"""Trials too long for the test suite, run by hand on CPU. Each ends in one line of figures, or in the first failure.
+
+    python tests/stress.py kill --trials 50        kill -9 at random moments of a run that saves every step
+    python tests/stress.py fuzz --files 2000       mutated JSONL files, then mutated checkpoints: an answer or one line, in time
+    python tests/stress.py long --generations 2000 one process decodes again and again: same outputs, memory flat
+
+--scripts NAME ... chooses the scripts (default: all five).
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from test_frame import SCRIPTS, short
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)  # a forked process must not inherit a thread pool
+
+
+def quiet(call, *args):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        result = call(*args)
+    return result, err.getvalue()
+
+
+def trained(script, folder, **flags):
+    status, err = quiet(script.main, ["--train", *short(script, **flags), "--out", str(folder)])
+    assert status == 0, err
+    return folder
+
+
+def kill(script, args):
+    """A child trains and saves every step; it is killed at a random moment; the folder must load and resume."""
+    rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp())
+    out = trained(script, folder / "run", save_every=1)
+    step, steps = script.read_state(out)[1], []
+    for trial in range(args.trials):
+        child = os.fork()
+        if child == 0:
+            quiet(
+                script.main,
+                ["--train", "--resume", "--steps", str(step + 1000), "--save_every", "1", "--out", str(out)],
+            )
+            os._exit(1)  # it must not come to an end by itself
+        time.sleep(rng.uniform(0.2, 1.5))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"trial {trial}: the run ended by itself"
+        stage, now, _ = script.read_state(out)
+        assert now >= step, f"trial {trial}: from step {step} back to {now}"
+        step = now
+        steps.append(step)
+        AutoTokenizer.from_pretrained(out)
+        AutoModelForCausalLM.from_pretrained(out)
+        quiet(script.load, str(out), script.Config(device="cpu", dtype="float32"), False)
+    shutil.rmtree(folder)
+    return f"{args.trials} kills, every folder loaded, {steps[-1]} steps survived"
+
+
+def mutated(data, rng):
+    """Bytes with a few flips, cuts, repeats, or digits exchanged."""
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(data) + 1)
+        end = min(len(data), start + rng.choice((1, 1, 2, 8, 64)))
+        kind = rng.randrange(6)
+        if kind == 0:
+            data[start:end] = rng.randbytes(end - start)
+        elif kind == 1:
+            del data[start:end]
+        elif kind == 2:
+            data[start:start] = data[start:end] * rng.randint(1, 3)
+        elif kind == 3:
+            del data[start:]
+        elif kind == 4:
+            data[start:end] = rng.choice((b"null", b"[]", b"{}", b"-1", b"1e999", b'"', b"\\u0000", b"\xff", b"true"))
+        else:
+            data = bytearray(
+                bytes(data).replace(rng.choice(b"0123456789").to_bytes(1, "big"), rng.choice((b"9", b"0", b"-")))
+            )
+        if not data:
+            data = bytearray(b"\n")
+    return bytes(data)
+
+
+def fuzz(script, args):
+    """Mutated input ends in a result or in an error that the command line turns into one line; nothing hangs."""
+    rng, folder, slowest = random.Random(args.seed), Path(tempfile.mkdtemp()), 0.0
+    rows = [{"prompt": "Tom has 3", "response": " 4"}, {"question": "a", "answer": "b"}, {"query": "a", "response": "b"},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]  # fmt: skip
+    good = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    refused = {"rows": 0, "checkpoints": 0}
+    for _ in range(args.files):
+        file = folder / "data.jsonl"
+        file.write_bytes(mutated(good, rng))
+        start = time.time()
+        try:
+            training, held_out = script.read_problems(script.Config(data=str(file)))
+            assert all(isinstance(answer, str) for _, answer in training + held_out)
+        except ValueError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+            refused["rows"] += 1
+        slowest = max(slowest, time.time() - start)
+    out, copy = trained(script, folder / "run"), folder / "copy"
+    shutil.rmtree(out / "ar")
+    resource.setrlimit(
+        resource.RLIMIT_AS, (12 << 30, 12 << 30)
+    )  # a size out of a mutated file must not eat the machine
+    files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    for _ in range(args.files):
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        for path in files:
+            (copy / path).parent.mkdir(exist_ok=True)
+            os.link(out / path, copy / path)
+        victim = rng.choice(files)
+        data = (out / victim).read_bytes()
+        head = 8 + int.from_bytes(data[:8], "little") if victim in weights else len(data)  # the header, not the numbers
+        (copy / victim).unlink()
+        (copy / victim).write_bytes(mutated(data[:head], rng) + data[head:])
+        start = time.time()
+        status, err = quiet(
+            script.main, ["--generate", "--model", str(copy), "--problems", "1", "--max_new_tokens", "16"]
+        )
+        lines = [line for line in err.splitlines() if line.startswith(f"{script.METHOD}.py: ")]
+        assert status in (0, 2) and (status == 0 or len(lines) == 1), (victim, status, err[-2000:])
+        refused["checkpoints"] += status == 2
+        slowest = max(slowest, time.time() - start)
+    shutil.rmtree(folder)
+    return f"{args.files} JSONL files ({refused['rows']} refused), {args.files} checkpoints ({refused['checkpoints']} refused), " \
+           f"slowest {slowest:.1f} s"  # fmt: skip
+
+
+def long(script, args):
+    """Generation after generation in one process: outputs do not drift, memory does not grow."""
+    folder = Path(tempfile.mkdtemp())
+    out = trained(script, folder / "run", steps=20, ar_steps=20)
+    cfg = script.parse(["--generate", "--model", str(out), "--max_new_tokens", "16"])[1]
+    (model, tokenizer), _ = quiet(script.load, str(out), cfg, False)
+    model = script.enter_stage(model, script.METHOD, str(out), cfg).train(False)
+    problems = script.read_problems(cfg)[1][:2]
+    prompts = [torch.tensor([script.encode(tokenizer, messages)["prompt_ids"]]) for messages, _ in problems]
+    decoder = script.new_decoder(model, max(p.shape[1] for p in prompts), cfg)
+    label, generate = script.decoders(cfg)[0]
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def run(n):
+        return generate(model, prompts[n % len(prompts)], cfg, decoder, torch.Generator().manual_seed(0))[0].tolist()
+
+    expected = [run(n) for n in range(len(prompts))]
+    for n in range(100):
+        run(n)
+    before = resident()
+    for n in range(args.generations):
+        assert run(n) == expected[n % len(prompts)], f"generation {n} differs"
+    grown = resident() - before
+    shutil.rmtree(folder)
+    assert grown < 20, f"memory grew by {grown:.0f} MiB"
+    return f"{args.generations} generations, all as the first, memory {before:.0f} MiB {grown:+.1f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["kill", "fuzz", "long"])
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--files", type=int, default=2000)
+    parser.add_argument("--generations", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name in args.scripts:
+        start = time.time()
+        line = {"kill": kill, "fuzz": fuzz, "long": long}[args.what](importlib.import_module(name), args)
+        print(f"{args.what} {name}: {line}, {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
