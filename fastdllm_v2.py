@@ -1,0 +1,1023 @@
+"""Fast-dLLM v2: an AR model adapted to block diffusion; training step and decoding loop on a Hugging Face LM.
+
+Paper         Fast-dLLM v2: Efficient Block-Diffusion LLM, arXiv 2509.26328
+Idea          The text is cut into blocks of D tokens: causal between blocks, bidirectional inside. Masked tokens of a
+              block are predicted from the noisy block and the clean blocks before it. Decoding goes block by block,
+              inside a block every confident token at once, and a finished block's keys and values are kept for good.
+Differs       from plain AR: 1. attention is full inside a block  2. the input is doubled, [noisy | clean], every sample
+              used with a mask and with its complement  3. several tokens a forward. The next-token head stays: the
+              token at i is read from the logits at i-1.
+Implements    block-aligned packing -> pack; complementary masks -> make_training_inputs; masked loss with token shift
+              -> training_loss; block cache, sub-blocks, threshold, DualCache -> generate, generate_batch
+Left out      likelihood scoring of benchmark answers; multi-turn labels (only the last answer is learnt)
+Not as in     the published code: an aligned sample gets no extra pad block; a prompt of exactly D tokens is prefilled;
+              the mask token is never an output; in batches, rows stop at a stop token that a commit gives, take their
+              first token from the commit wherever their prompt ends, and are sampled each on its own
+Run           python fastdllm_v2.py --train --generate [--sweep]           (tiny backbone, CPU)
+              python fastdllm_v2.py --generate --model Efficient-Large-Model/Fast_dLLM_v2_1.5B --prompt "..."
+"""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import html
+import functools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from common import (
+    Decoder,
+    block_causal,
+    build_mask,
+    causal,
+    dense,
+    generate_ar,
+    noisy_clean,
+    prepare,
+    token_nll,
+    walk,
+)
+from kernels import notice
+
+METHOD = "fastdllm_v2"
+
+
+@dataclasses.dataclass
+class Config:
+    # what all five scripts share
+    model: str = "tiny"  # Hub id, folder, or the built-in backbone
+    data: str = ""  # JSONL; empty: the built-in task
+    out: str = f"runs/{METHOD}"
+    steps: int = 6000  # [paper] 1.5B; 2500 for 7B
+    ar_steps: int = 0  # plain AR fine-tuning before the method's own steps; kept as the AR baseline
+    batch_size: int = 4  # windows of max_len tokens on one device; 256 over 64 devices  [paper]
+    accumulation: int = 1  # micro-batches a step; changes memory, not results
+    lr: float = 2e-5  # [paper] 1.5B; 1e-5 for 7B
+    ar_lr: float = 2e-5  # of the AR stage
+    warmup: float = 0.03  # [code] share of the steps
+    lr_floor: float = 1.0  # [code] share of lr at the end: constant
+    beta2: float = 0.999  # [code] AdamW
+    weight_decay: float = 0.0  # [code]
+    clip: float = 1.0  # [code]
+    max_len: int = 2048  # L, the training window  [paper]; longest prompt in decoding
+    max_new_tokens: int = 128  # [ours]
+    problems: int = 64  # held-out problems decoded when no prompt is given
+    temperature: float = 0.0  # [code]
+    top_p: float = 0.95  # [code] of no effect at temperature 0
+    seed: int = 0
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    compile: bool = torch.cuda.is_available()
+    save_every: int = 500
+    mask_id: int | None = None  # None: from the model and its tokenizer
+    eos_id: int | None = None
+    vocab_len: int | None = None  # rows of the head behind the last token are never an output
+    # Fast-dLLM v2
+    block_size: int = 32  # D  [paper]; left at 32 it gives way to the `bd_size` of the model's config
+    sub_block_size: int = 8  # S, in decoding  [paper]
+    tau: float = 0.9  # [paper] for speed; 1.0, one token a forward, for its accuracy tables
+    block_cache: bool = False  # DualCache: keep keys and values inside a block, approximate  [code] off
+    confidence: str = "nucleus"  # [code] when sampling, of the renormalised top-p; "softmax" of the plain softmax
+    pad_blocks: bool = True  # [paper] each sample is padded with masks to whole blocks; off in the published run
+    complementary: bool = True  # [paper] the second view with the complement of the mask
+    shared_clean: bool = True  # [ours] both views beside one clean copy, same loss; else rows of 2 L  [code]
+    checkpointing: bool = False  # recompute layers in backward
+    sweep: bool = False  # decode at thresholds 0.5 .. 1.0
+
+
+# what `--model tiny` changes
+TINY = dict(steps=500, ar_steps=350, batch_size=32, lr=3e-3, ar_lr=3e-3, warmup=0.02, lr_floor=0.0, beta2=0.95,
+            max_len=80, max_new_tokens=32, block_size=8, sub_block_size=4)  # fmt: skip
+TEMPLATE = {}  # arguments of the chat template: Qwen2.5's default  [code]
+
+
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    if not 0 <= cfg.tau <= 1:
+        raise ValueError(f"tau must lie in [0, 1], not {cfg.tau}")
+    if cfg.block_size < 1 or cfg.sub_block_size < 1 or cfg.block_size % cfg.sub_block_size:
+        raise ValueError(f"sub_block_size {cfg.sub_block_size} must divide block_size {cfg.block_size}")
+    if cfg.confidence not in ("nucleus", "softmax"):
+        raise ValueError(f"confidence is nucleus or softmax, not {cfg.confidence!r}")
+
+
+# ------------------------------------------------------------------------------------------------------- training step
+
+
+def pack_windows(samples, window, cfg):
+    """Samples one behind the other, each filled with masks to whole blocks, cut into windows; the remainder is dropped.
+
+    samples: (input_ids, labels) lists of equal length. Returns a list of {"input_ids", "labels"}, `window` ints each.
+    With pad_blocks no block holds tokens of two samples. Earlier samples of a window stay visible  [code].
+    """
+    input_ids, labels = [], []
+    for sample_ids, sample_labels in samples:
+        pad = -len(sample_ids) % cfg.block_size if cfg.pad_blocks else 0
+        input_ids += sample_ids + [cfg.mask_id] * pad
+        labels += sample_labels + [-100] * pad
+    starts = range(0, len(input_ids) - window + 1, window)
+    return [{"input_ids": input_ids[i : i + window], "labels": labels[i : i + window]} for i in starts]
+
+
+def pack(rows, cfg):
+    """Windows of max_len tokens out of rows of prompt_ids, answer_ids; labels on the answer and its EOS alone."""
+    samples = [
+        (row["prompt_ids"] + row["answer_ids"], [-100] * len(row["prompt_ids"]) + row["answer_ids"]) for row in rows
+    ]
+    if not (windows := pack_windows(samples, cfg.max_len, cfg)):
+        raise ValueError(f"{len(rows)} rows do not fill one window of max_len {cfg.max_len} tokens")
+    return windows
+
+
+def draw_noise(batch, cfg, generator):
+    """t (n,): the noise level of every block; u (n, D): one uniform number per token. n blocks in the whole batch."""
+    n = sum(len(window["input_ids"]) for window in batch) // cfg.block_size
+    return {"t": torch.rand(n, generator=generator), "u": torch.rand(n, cfg.block_size, generator=generator)}
+
+
+def make_training_inputs(batch, draws, cfg):
+    """Noisy copies of every window, the clean one behind them, and the weight of every token in the loss.
+
+        input_ids  (R, (V+1) L)   noisy view 1 | noisy view 2 | clean      R = B rows, V = 2 views   (shared_clean)
+                                  noisy view   | clean                     R = 2 B rows, V = 1, first views first
+
+    batch: windows of pack, L tokens each. A view masks answer tokens where u < p(t of the block), the other view the
+    remaining ones: together every answer token once. Returns a dict: input_ids and position_ids, which count 0..L-1 in
+    every copy, (R, (V+1) L) int64; labels (R, V, L) int64, the token itself where it is masked, else -100; weights
+    (R, V, L) float32 = 1 / N there, N answer tokens in the whole batch: loss = sum(weights * nll)  [code].
+    """
+    clean, labels = (torch.tensor([window[name] for window in batch]) for name in ("input_ids", "labels"))
+    B, L = clean.shape
+    p_mask = (1 - 1e-3) * draws["t"] + 1e-3  # (n,)  [code]
+    hit = (draws["u"] < p_mask[:, None]).view(B, L)
+    answer = labels != -100
+    views = [hit & answer, ~hit & answer] if cfg.complementary else [hit & answer]
+    is_masked = torch.stack(views, dim=1)  # (B, V, L)
+    if not cfg.shared_clean:
+        is_masked = is_masked.transpose(0, 1).reshape(-1, 1, L)  # (V B, 1, L)
+        clean, labels = clean.repeat(len(views), 1), labels.repeat(len(views), 1)
+    noisy = torch.where(is_masked, cfg.mask_id, clean[:, None])
+    input_ids = torch.cat([noisy.flatten(1), clean], dim=1)
+    return {
+        "input_ids": input_ids,
+        "position_ids": torch.arange(L).repeat(noisy.shape[1] + 1).expand_as(input_ids),
+        "labels": torch.where(is_masked, labels[:, None], -100),
+        "weights": is_masked / answer.sum().clamp(min=1),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def training_mask(L, block_size, views, device):
+    """One mask for all rows and steps; a BlockMask on CUDA."""
+    T = (views + 1) * L
+    return build_mask(noisy_clean(L, block_size, views), 1, T, T, device)
+
+
+def masked_nll(model, inputs, cfg):
+    """-log p of every masked token from its view, (R, V, L-1) float32: entry i-1 for position i, 0 where not masked."""
+    labels = inputs["labels"]
+    R, V, L = labels.shape
+    attn_mask = training_mask(L, cfg.block_size, V, labels.device)
+    hidden = walk(model, inputs["input_ids"], inputs["position_ids"], attn_mask, checkpointing=cfg.checkpointing)
+    noisy = hidden[:, : V * L].unflatten(1, (V, L))  # (R, V, L, width)
+    # token shift: i is predicted at i-1, over block borders too; nobody predicts the window's first token
+    return token_nll(model, noisy[:, :, :-1], labels[:, :, 1:])
+
+
+def training_loss(model, inputs, cfg):
+    """L = sum over both views of the masked tokens' nll / N; no 1/t, no mean per view.  Returns (loss, logs)."""
+    nll = masked_nll(model, inputs, cfg)
+    loss = (inputs["weights"][:, :, 1:] * nll).sum()
+    return loss, {"loss_sum": nll.sum().item(), "scored": (inputs["labels"][:, :, 1:] != -100).sum().item()}
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+def forward(decoder, ids, cfg, offset=0, count=True):
+    """One backbone call on ids (B, n), which stand `offset` tokens behind the committed blocks. -> logits (B, n, V)
+
+    Keys and values go to scratch. Visible: the committed blocks and the whole current block, what an earlier call left
+    of it in scratch included; in a prefill of several blocks, those up to the token's own.
+    """
+    start, n, device = decoder.kv_cache.cache_len, ids.shape[1], ids.device
+    first, end = start + offset, start + max(offset + n, cfg.block_size)
+    mask = dense(block_causal(cfg.block_size, offset=first), 1, n, end, device)
+    positions = torch.arange(first, first + n, device=device)[None]
+    return decoder(ids, positions, mask, decoder.kv_cache.scratch_idx(n, offset), count)[..., : cfg.vocab_len]
+
+
+def window_logits(decoder, block_ids, s, is_sub, cfg):
+    """Logits that name the tokens at offsets s .. s+S-1 of the current block: token shift.  (B, D) -> (B, S, V)
+
+    is_sub: run the sub-block alone over what scratch holds of the rest of the block (DualCache, approximate). The first
+    row repeats itself instead of its missing left neighbour: its token is known by then.
+    """
+    S = cfg.sub_block_size
+    logits = forward(decoder, block_ids[:, s : s + S] if is_sub else block_ids, cfg, offset=s if is_sub else 0)
+    logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+    return logits if is_sub else logits[:, s : s + S]
+
+
+def without_mask(logits, cfg):
+    """The mask token is never an output. (..., V) -> (..., V)"""
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
+
+
+def commit(decoder, ids, cfg, count=True):
+    """Run clean blocks (B, n) to keep their exact keys and values. -> (B,) the next token, greedy, no bar  [code]"""
+    logits = forward(decoder, ids, cfg, count=count)
+    decoder.kv_cache.commit(ids.shape[1])
+    return without_mask(logits[:, -1], cfg).argmax(-1)
+
+
+def nucleus(logits, temperature, top_p):
+    """softmax(logits / T), cut where the mass before a token exceeds top_p, renormalised.  (..., V) -> (..., V)"""
+    probs, order = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True)
+    before = F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
+    probs = probs.masked_fill(before > top_p, 0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(-1, order, probs)
+
+
+def propose(logits, cfg, generator):
+    """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32"""
+    logits = logits.float()
+    probs = logits.softmax(-1)  # the mask token counts here, though it is never chosen
+    logits = without_mask(logits, cfg)
+    if cfg.temperature == 0:
+        pred_ids = logits.argmax(-1)
+    else:
+        kept = nucleus(logits, cfg.temperature, cfg.top_p)
+        uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64).to(kept.device)
+        pred_ids = (kept / -uniform.log()).argmax(-1)  # a race of exponentials = one draw a position
+        probs = kept if cfg.confidence == "nucleus" else probs
+    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
+
+
+def select(conf, is_masked, tau):
+    """Masked positions of confidence above tau, strictly, and each row's most confident one.  (B, n) -> (B, n) bool"""
+    best = conf.masked_fill(~is_masked, -1).argmax(-1, keepdim=True)
+    return is_masked & (conf > tau).scatter(-1, best, True)
+
+
+def is_finished(ids, cfg):
+    """There is an EOS in ids (n,) and no mask before it."""
+    found = (ids == cfg.eos_id).nonzero()
+    return len(found) > 0 and not (ids[: found[0, 0]] == cfg.mask_id).any()
+
+
+def check_prompts(prompts, cfg):
+    """Raise ValueError unless each of prompts, tensors (P,), has a token and none is the mask."""
+    check(cfg)
+    if not prompts or any(ids.ndim != 1 or len(ids) == 0 or (ids == cfg.mask_id).any() for ids in prompts):
+        raise ValueError("a prompt is at least one token, none of them the mask")
+
+
+@torch.no_grad()
+def generate(model, prompt_ids, cfg, decoder=None, generator=None):
+    """Block after block: fill the masks sub-block by sub-block, commit the block, go on with the token it names.
+
+    prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): the text, cut behind a first EOS, and forwards, rounds,
+    fixed_round (R,), calls, the kind of every call: prefill, block, sub, commit. The budget counts blocks, the one that
+    holds the prompt's end included: max_new_tokens // D of them, up to max_new_tokens + 1 tokens  [code].
+    Raises ValueError for a batch (see generate_batch), an empty prompt or one that holds the mask token.
+    """
+    if prompt_ids.ndim != 2 or prompt_ids.shape[0] != 1:
+        raise ValueError(f"generate decodes one prompt, not {tuple(prompt_ids.shape)}: see generate_batch")
+    check_prompts([prompt_ids[0]], cfg)
+    P, D, S = prompt_ids.shape[1], cfg.block_size, cfg.sub_block_size
+    whole = P // D * D  # tokens of the prompt in whole blocks
+    end = whole + cfg.max_new_tokens // D * D
+    decoder = (decoder or Decoder(model, end, compiled=cfg.compile)).reset()
+    seq_ids = F.pad(prompt_ids, (0, max(end + 1 - P, 0)), value=cfg.mask_id)  # the last commit names one token more
+    fixed_round, calls = torch.zeros(seq_ids.shape[1], dtype=torch.int64), []
+    if whole:
+        next_ids = commit(decoder, prompt_ids[:, :whole], cfg, count=whole == P)
+        calls.append("prefill")
+        if whole == P:
+            seq_ids[:, P], fixed_round[P] = next_ids, decoder.forwards - 1
+    for start in range(whole, end, D):
+        block_ids, in_scratch = seq_ids[:, start : start + D], False  # a view: what is written here is in the text
+        while not (ended := is_finished(seq_ids[0, P:], cfg)) and (block_ids == cfg.mask_id).any():
+            # propose: the whole block, masks included; its first sub-block with masks is the one to fill
+            is_masked = block_ids == cfg.mask_id
+            s = is_masked[0].nonzero()[0, 0].item() // S * S
+            is_masked, window_ids = is_masked[:, s : s + S], block_ids[:, s : s + S]
+            is_sub = in_scratch and not is_masked[0, 0]
+            logits = window_logits(decoder, block_ids, s, is_sub, cfg)
+            calls.append("sub" if is_sub else "block")
+            in_scratch = cfg.block_cache
+            # score
+            pred_ids, conf = propose(logits, cfg, generator)
+            # select
+            chosen = select(conf, is_masked, cfg.tau)
+            window_ids[chosen] = pred_ids[chosen]
+            fixed_round[start + s : start + s + S][chosen[0].cpu()] = decoder.forwards - 1
+        if ended:
+            break
+        # commit
+        next_ids = commit(decoder, block_ids, cfg)
+        calls.append("commit")
+        seq_ids[:, start + D], fixed_round[start + D] = next_ids, decoder.forwards - 1
+    new_ids = seq_ids[0, P:]
+    eos_idx = (new_ids == cfg.eos_id).nonzero()[:1, 0].tolist()
+    R = eos_idx[0] + 1 if eos_idx else len(new_ids)
+    fixed_round, n = fixed_round[P : P + R].tolist(), decoder.forwards
+    return seq_ids[:, : P + R], {"forwards": n, "rounds": n, "fixed_round": fixed_round, "calls": calls}
+
+
+@torch.no_grad()
+def generate_batch(model, prompts, cfg, generator=None):
+    """`generate` for prompts of unequal length under one block clock; finished rows leave the batch.
+
+    prompts: list of (P,) int64. Returns (texts, record): per prompt its tokens and the new ones up to the first EOS,
+    (P+R,) int64; forwards and calls of the batch. A row is filled to the end of its block even behind an EOS; without
+    block_cache its text is that of `generate`, while the budget, max_new_tokens // D blocks, starts where the longest
+    prompt ends. No per-layer compilation: the number of rows changes. Raises ValueError as `generate` does.
+    """
+    check_prompts(prompts, cfg)
+    D, S, device = cfg.block_size, cfg.sub_block_size, prompts[0].device
+    prompt_lens = torch.tensor([len(ids) for ids in prompts], device=device)
+    whole, longest = prompt_lens.min().item() // D * D, prompt_lens.max().item()
+    end = (longest // D + cfg.max_new_tokens // D) * D
+    seq_ids = torch.full((len(prompts), max(end + 1, longest)), cfg.mask_id, device=device)
+    for row, ids in zip(seq_ids, prompts):
+        row[: len(ids)] = ids
+    is_new = torch.arange(seq_ids.shape[1], device=device) >= prompt_lens[:, None]
+    decoder = Decoder(model, end, batch=len(prompts), compiled=False).reset()
+    rows, calls = torch.arange(len(prompts), device=device), []  # rows: which prompts are still in the batch
+
+    def unfinished():
+        return ~((seq_ids == cfg.eos_id) & is_new).any(dim=1)[rows]
+
+    if whole:
+        next_ids = commit(decoder, seq_ids[:, :whole], cfg, count=is_new[:, whole].any().item())
+        calls.append("prefill")
+        seq_ids[:, whole] = torch.where(is_new[:, whole], next_ids, seq_ids[:, whole])
+    for start in range(whole, end, D):
+        keep = unfinished()
+        if not keep.any():
+            break
+        if not keep.all():
+            rows = rows[keep]
+            decoder.keep_rows(keep.nonzero()[:, 0])
+        block_ids, in_scratch = seq_ids[rows, start : start + D], False  # a copy
+        while (is_masked := block_ids == cfg.mask_id).any():
+            s = is_masked.any(dim=0).nonzero()[0, 0].item() // S * S  # the first sub-block with masks in any row
+            is_masked, window_ids = is_masked[:, s : s + S], block_ids[:, s : s + S]
+            is_sub = in_scratch and not is_masked[:, 0].any()
+            logits = window_logits(decoder, block_ids, s, is_sub, cfg)
+            calls.append("sub" if is_sub else "block")
+            in_scratch = cfg.block_cache
+            pred_ids, conf = propose(logits, cfg, generator)
+            chosen = select(conf, is_masked, cfg.tau)
+            window_ids[chosen] = pred_ids[chosen]
+        seq_ids[rows, start : start + D] = block_ids
+        if (goes_on := unfinished()).any():
+            next_ids = commit(decoder, block_ids, cfg)
+            calls.append("commit")
+            takes = is_new[rows, start + D] & goes_on  # the others go on with their prompt, or leave
+            seq_ids[rows[takes], start + D] = next_ids[takes]
+    texts = []
+    for row, P in zip(seq_ids, prompt_lens.tolist()):
+        ends = ((row == cfg.eos_id) & is_new[len(texts)]).nonzero()[:1, 0].tolist()
+        texts.append(row[: ends[0] + 1] if ends else row[row != cfg.mask_id])
+    return texts, {"forwards": decoder.forwards, "calls": calls}
+
+
+# -------------------------------------------------------------------------------------- what the frame asks of a script
+
+
+OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
+
+
+def load_backbone(name, dtype):
+    """A Hugging Face causal LM. The released layout is Qwen2 under another name and is read as such, no remote code."""
+    held = Qwen2Config.get_config_dict(name)[0]
+    kwargs = dict(dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    if held.get("model_type") == "Fast_dLLM_Qwen":
+        foreign = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version")
+        held = {key: value for key, value in held.items() if key not in foreign}
+        kwargs["config"] = Qwen2Config(**held | {"pad_token_id": None})  # theirs is EOS, which would get no gradient
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def load_tokenizer(name):
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def enter_stage(model, stage, folder, cfg):
+    """The model at the start of a stage of training, or as saved in folder: Fast-dLLM v2 adds no parameter."""
+    trained = getattr(model.config, "bd_size", None) or cfg.block_size
+    if trained != cfg.block_size == Config.block_size:
+        cfg.block_size = trained
+        notice(f"block_size {trained}, as the model was trained")
+        check(cfg)
+    return model
+
+
+def save_method(model, folder, cfg):
+    """Everything that decoding needs; the frame adds tokenizer and settings."""
+    model.config.bd_size = cfg.block_size
+    model.save_pretrained(folder, max_shard_size="1000GB")
+
+
+def plain_lm(model):
+    """What plain AR decoding runs on where there is no AR baseline."""
+    return model
+
+
+def spare_mask_id(backbone, tokenizer):
+    """A mask token for a backbone that has none and is not to be trained: Fast-dLLM v2 must have learnt it."""
+    return None
+
+
+def token_budget(P, cfg):
+    """max_new_tokens that makes `generate` write at least the wanted number of tokens: it counts whole blocks."""
+    return -(-(P % cfg.block_size + cfg.max_new_tokens) // cfg.block_size) * cfg.block_size
+
+
+def new_decoder(model, prompt_len, cfg):
+    """A Decoder with room for a prompt of up to prompt_len tokens and what generate writes."""
+    return Decoder(model, prompt_len + cfg.max_new_tokens + cfg.block_size, compiled=cfg.compile)
+
+
+def stages(cfg):
+    """The stages of training, in order: a plain AR model of the data first, if asked for, then the method."""
+    if cfg.max_len % cfg.block_size:
+        raise ValueError(f"max_len {cfg.max_len}, the window, is not a multiple of block_size {cfg.block_size}")
+    return [
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
+    ]
+
+
+def decoders(cfg):
+    """(label, generate) of each decoding that `--generate` puts beside plain AR: one, or one per threshold."""
+
+    def at(tau):
+        def run(model, prompt_ids, cfg, decoder=None, generator=None):
+            budget = token_budget(prompt_ids.shape[1], cfg)
+            cfg = dataclasses.replace(cfg, tau=tau, max_new_tokens=budget)
+            return generate(model, prompt_ids, cfg, decoder, generator)
+
+        return run
+
+    taus = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0) if cfg.sweep else (cfg.tau,)
+    return [(f"{METHOD}, tau {tau:.2f}" if cfg.sweep else METHOD, at(tau)) for tau in taus]
+
+
+def problem(rng):
+    """One problem of the built-in task: (prompt, worked answer)."""
+    name = rng.choice("Tom Ann Ben Eva Sam Zoe Max Ida".split())
+    thing = rng.choice("pens cups hats keys cars toys".split())
+    first, second = rng.sample("red blue green black white".split(), 2)
+    a, b, c = (rng.randint(1, 9) for _ in range(3))
+    prompt = f"{name} has {a} {first} and {b} {second} {thing} and gets {c} more. How many {thing}?"
+    return prompt, f" {a}+{b}={a + b}. {a + b}+{c}={a + b + c}. {name} has {a + b + c} {thing}."
+
+
+def is_right(prompt, text, reference):
+    """GSM8K answers are judged by the number behind ####, others as they stand."""
+    if "####" in reference:
+        text, reference = (part.partition("####")[2].replace(",", "") for part in (text, reference))
+    return text.strip() == reference.strip()
+
+# ========================================================= frame: the same text in all five scripts, compared by a test
+# Data, the built-in backbone, plain AR as the baseline, the optimiser loop, checkpoints, the command line.
+
+Stage = collections.namedtuple("Stage", "name steps lr pack draw build loss")  # of training; see `fit` and `stages`
+
+
+def padded_len(rows, cfg):
+    """Columns for these rows; on CUDA a multiple of 128: few lengths, few compilations."""
+    longest = max(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows)
+    return -(-longest // 128) * 128 if cfg.device.startswith("cuda") else longest
+
+
+def keep_short(rows, cfg):
+    """Rows of at most max_len tokens; the others are dropped, not cut, and counted on stderr."""
+    short = [row for row in rows if len(row["prompt_ids"]) + len(row["answer_ids"]) <= cfg.max_len]
+    if not short:
+        raise ValueError(f"all {len(rows)} rows are longer than max_len {cfg.max_len}")
+    if n_long := len(rows) - len(short):
+        print(f"{n_long} of {len(rows)} rows are longer than max_len {cfg.max_len}: dropped", file=sys.stderr)
+    return short
+
+
+def no_draws(batch, cfg, generator):
+    """Plain AR has no noise."""
+
+
+def make_ar_inputs(batch, draws, cfg):
+    """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
+    T = padded_len(batch, cfg)
+    input_ids, labels = torch.full((len(batch), T), cfg.eos_id), torch.full((len(batch), T), -100)
+    for i, row in enumerate(batch):
+        P, ids = len(row["prompt_ids"]), torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        input_ids[i, : len(ids)], labels[i, P - 1 : len(ids) - 1] = ids, ids[P:]
+    return {"input_ids": input_ids, "labels": labels, "weights": (labels != -100) / (labels != -100).sum()}
+
+
+def ar_loss(model, inputs, cfg):
+    """Mean next-token loss over the answer tokens of the whole batch. Returns (loss, logs)."""
+    (B, T), device = inputs["input_ids"].shape, inputs["input_ids"].device
+    positions = torch.arange(T, device=device).expand(B, T)
+    hidden = walk(model, inputs["input_ids"], positions, build_mask(causal(), 1, T, T, device))
+    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
+
+
+def tiny_backbone(cfg):
+    """A small Qwen3 of random weights, and a tokenizer whose tokens are the words and digits of the built-in task."""
+    pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
+    words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
+    vocab = {word: i for i, word in enumerate(special + words)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec = {
+        "version": "1.0",
+        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tokenizer.json")
+        file.write_text(json.dumps(spec))
+        names = {"eos_token": "<eos>", "mask_token": "<mask>", "unk_token": "<unk>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
+    torch.manual_seed(cfg.seed)
+    config = Qwen3Config(
+        vocab_size=len(vocab), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
+        mask_token_id=1, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def load(name, cfg, training):
+    """(backbone, tokenizer) of a Hub id, a folder or `tiny`; sets cfg.mask_id, cfg.eos_id and cfg.vocab_len.
+
+    Weights are float32 while training (bfloat16 enters by autocast), else cfg.dtype. A backbone to be trained that has
+    no mask token gets one: a spare row of its embedding if there is one, else a new row near the mean of the others.
+    Raises ValueError, one line, for whatever cannot be loaded or has no mask or EOS token.
+    """
+    try:
+        if name == "tiny":
+            backbone, tokenizer = tiny_backbone(cfg)
+        else:
+            tokenizer = load_tokenizer(name)
+            backbone = load_backbone(name, torch.float32 if training else getattr(torch, cfg.dtype))
+    except Exception as error:
+        raise ValueError(f"cannot load model {name!r}: {' '.join(str(error).split())[:300]}") from error
+    mask_id, known = getattr(backbone.config, "mask_token_id", None), tokenizer.get_vocab()
+    for word in (tokenizer.mask_token, "<|mask|>", "|<MASK>|", "<|mdm_mask|>"):
+        mask_id = known.get(word) if mask_id is None else mask_id
+    mask_id = spare_mask_id(backbone, tokenizer) if mask_id is None else mask_id
+    if mask_id is None and training:
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+        mask_id = tokenizer.mask_token_id
+        if mask_id >= backbone.get_input_embeddings().num_embeddings:
+            torch.manual_seed(cfg.seed)
+            backbone.resize_token_embeddings(mask_id + 1)
+    cfg.mask_id, cfg.eos_id, cfg.vocab_len = mask_id, tokenizer.eos_token_id, len(tokenizer)
+    if cfg.mask_id is None or cfg.eos_id is None:
+        raise ValueError(f"model {name!r} has no {'mask' if cfg.mask_id is None else 'EOS'} token")
+    if cfg.mask_id == cfg.eos_id:
+        raise ValueError(f"mask and EOS must be two tokens, model {name!r} has {cfg.eos_id} for both")
+    backbone.config.mask_token_id = cfg.mask_id
+    backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
+    return prepare(backbone.to(cfg.device)), tokenizer
+
+
+def read_problems(cfg):
+    """(training, held-out) problems, each (messages, answer). Held out: the last cfg.problems rows, at most half."""
+    pairs, problems = (("prompt", "response"), ("question", "answer"), ("query", "response")), []
+    if not cfg.data:  # a dict: each prompt once, so that what is held out is unseen
+        rng = random.Random(cfg.seed)
+        texts = dict(problem(rng) for _ in range(6000 + cfg.problems))
+        problems = [([{"role": "user", "content": prompt}], answer) for prompt, answer in texts.items()]
+    for number, line in enumerate(Path(cfg.data).read_bytes().split(b"\n") if cfg.data else [], 1):
+        try:
+            row = json.loads(line) if line.strip() else {"messages": None}
+            names = next((pair for pair in pairs if pair[0] in row), ("", ""))
+            messages = row["messages"] if "messages" in row else [
+                {"role": role, "content": row[name]} for role, name in zip(("user", "assistant"), names)]  # fmt: skip
+            if messages:
+                assert messages[-1]["role"] == "assistant" and all(isinstance(m["content"], str) for m in messages)
+                problems.append((messages[:-1], messages[-1]["content"]))
+        except (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError):
+            raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt/response, question/answer, "
+                             "query/response or messages that end with the assistant's") from None  # fmt: skip
+    if not problems:
+        raise ValueError(f"{cfg.data} has no rows")
+    held_out = min(cfg.problems, max(len(problems) // 2, 1))
+    return problems[:-held_out] or problems, problems[-held_out:]
+
+
+def encode(tokenizer, messages, answer=""):
+    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
+    else:
+        text = "\n".join(message["content"] for message in messages)
+    prompt_ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return {"prompt_ids": prompt_ids, "answer_ids": [*answer_ids, tokenizer.eos_token_id]}
+
+
+def write_folder(out, write):
+    """Let write(folder) fill a folder beside `out`, fsync, rename: each file is replaced whole, the weights last."""
+    out, tmp = Path(out), Path(f"{out}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    write(tmp)
+    files = [path for path in tmp.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: path.name == "model.safetensors")
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    if out.exists():
+        for path in files:
+            (out / path.relative_to(tmp)).parent.mkdir(exist_ok=True)
+            os.replace(path, out / path.relative_to(tmp))
+        shutil.rmtree(tmp)
+    else:
+        tmp.rename(out)
+
+
+def save_plain(backbone, tokenizer, folder):
+    """A Hugging Face folder and nothing else."""
+    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
+
+
+def save(model, tokenizer, cfg, stage, step, tensors):
+    """A Hugging Face folder in cfg.out, with settings.json and the training state, which alone is enough to resume."""
+
+    def write(folder):
+        save_file(tensors, folder / "training_state.safetensors", metadata={"stage": stage, "step": str(step)})
+        (folder / "settings.json").write_text(json.dumps({"method": METHOD, **dataclasses.asdict(cfg)}, indent=1))
+        tokenizer.save_pretrained(folder)
+        save_method(model, folder, cfg)
+
+    write_folder(cfg.out, write)
+
+
+def read_state(folder):
+    """(stage, step, tensors) of the last save. Raises ValueError where there is none."""
+    try:
+        with safe_open(Path(folder, "training_state.safetensors"), "pt") as file:
+            meta = file.metadata()
+            return meta["stage"], int(meta["step"]), {key: file.get_tensor(key) for key in file.keys()}
+    except Exception as error:
+        raise ValueError(f"nothing to resume in {folder}: {error}") from error
+
+
+def batch_at(rows, step, size, seed):
+    """The `size` rows of a step, from the seed alone: each pass over the data has a permutation of its own."""
+
+    def order(epoch):
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+    picks = range(step * size, (step + 1) * size)
+    orders = {epoch: order(epoch) for epoch in {i // len(rows) for i in picks}}
+    return [rows[orders[i // len(rows)][i % len(rows)]] for i in picks]
+
+
+def ranks(cfg):
+    """(rank, world size): (0, 1), or torchrun's, with the process group started and this rank's device chosen."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        if cfg.device.startswith("cuda"):
+            cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(cfg.device)
+        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def shard(model, stage, cfg):
+    """A copy of the model, sharded by FSDP2 layer by layer; its forward is the loss: there the sharding hooks stand."""
+    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    live = copy.deepcopy(model).to(cfg.device)
+    live.forward = types.MethodType(lambda self, inputs: stage.loss(self, inputs, cfg), live)
+    for module in [*live.modules()]:
+        if hasattr(module, "input_layernorm"):
+            fully_shard(module, mp_policy=policy)
+    return fully_shard(live, mp_policy=policy)
+
+
+def whole(tensor):
+    """A tensor, or all of a sharded one."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
+
+
+def fit(model, tokenizer, stage, rows, cfg, state=None):
+    """One stage of training: AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
+
+    Step s takes its rows and its noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's
+    weights are set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
+    """
+    rank, world = ranks(cfg)
+    start, tensors = state[1:] if state and state[0] == stage.name else (0, {})
+    for name, p in model.named_parameters():
+        p.data.copy_(tensors.get(f"param.{name}", p))
+    live = shard(model, stage, cfg) if world > 1 else model
+    names = {name: p for name, p in live.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(names.values(), stage.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    for name, p in names.items() if tensors else ():
+        pair = {key: tensors[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        if world > 1:
+            pair = {key: distribute_tensor(value, p.device_mesh, p.placements) for key, value in pair.items()}
+        optimizer.state[p] = {"step": torch.tensor(float(start)), **pair}
+    stopped, losses, tokens, clock, parts = [], [], 0, time.time(), cfg.accumulation * world
+    usual = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))  # Ctrl-C: finish the step, save, go
+    autocast = torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    title = f"{METHOD}: {stage.name}"
+    bar = tqdm(range(start, stage.steps), title, initial=start, total=stage.steps, mininterval=1, disable=rank > 0)
+    live.train()
+    try:
+        for step in bar:
+            generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
+            batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
+            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
+            for part in range(rank, parts, world):
+                micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
+                with autocast:
+                    part_loss, logs = live(micro) if world > 1 else stage.loss(model, micro, cfg)
+                (part_loss * world).backward()  # sharded gradients are means over the ranks
+                loss += part_loss.item()
+            if world > 1:
+                total = torch.tensor([loss, len(stopped)], dtype=torch.float64, device=cfg.device)
+                dist.all_reduce(total)
+                loss, stopped = total[0].item(), [True] * int(total[1])
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"loss {loss} at step {step} of stage {stage.name}; the last save stays")
+            torch.nn.utils.clip_grad_norm_(names.values(), cfg.clip)
+            rate = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / stage.steps)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = stage.lr * min(rate, (step + 1) / max(cfg.warmup * stage.steps, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+            bar.set_postfix(loss=f"{loss:.3f}", **logs, tok_s=f"{tokens / (time.time() - clock):,.0f}", refresh=False)
+            if stopped or step + 1 == stage.steps or (step + 1) % cfg.save_every == 0:
+                for (_, p), (_, q) in zip(model.named_parameters(), live.named_parameters() if world > 1 else ()):
+                    p.data.copy_(whole(q))
+                held = {f"param.{name}": whole(p) for name, p in names.items()}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    held |= {f"{key}.{name}": whole(optimizer.state[p][key]) for name, p in names.items()}
+                if rank == 0:
+                    save(model, tokenizer, cfg, stage.name, step + 1, held)
+            if stopped:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    return losses
+
+
+def train(cfg, resume):
+    """All stages of training, into cfg.out. What the AR stage gives stays in cfg.out/ar as the baseline."""
+    held = read_settings(cfg.out)
+    if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
+        raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
+    state = read_state(cfg.out) if resume else None
+    model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
+    rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
+    todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if state:
+        todo = todo[[stage.name for stage in todo].index(state[0]) :]
+    for stage in todo:
+        here = state is not None and state[0] == stage.name
+        model = enter_stage(model, stage.name, cfg.out if here else None, cfg)
+        losses = fit(model, tokenizer, stage, stage.pack(rows, cfg), cfg, state)
+        if losses:
+            print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+        if stage.name == "ar" and ranks(cfg)[0] == 0:
+            save_plain(model, tokenizer, f"{cfg.out}/ar")
+
+
+def trim(ids, cfg):
+    """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
+    ids = ids.tolist()[: cfg.max_new_tokens]
+    return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
+
+
+def trace(tokenizer, ids, record):
+    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
+
+    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
+    """
+    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
+    fixed = record["fixed_round"][: len(ids)]
+
+    def entry(turn, i):
+        if fixed[i] <= turn:
+            return tokenizer.decode([ids[i]]), fixed[i], False
+        draft = rejected.get((turn, i))
+        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
+
+    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
+
+
+def show_trace(rounds):
+    """One line a round; on a terminal coloured by the round that fixed a token and struck through where a draft fell."""
+    for number, row in enumerate(rounds, 1):
+        if sys.stdout.isatty():
+            words = [text if n is None else f"\033[{'9;' * struck}{31 + n % 6}m{text}\033[0m" for text, n, struck in row]
+        else:
+            words = [f"~{text}~" if struck else text for text, n, struck in row]
+        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"))
+
+
+def trace_svg(rounds):
+    """The same as one self-contained picture (text of an SVG file)."""
+    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
+    for number, row in enumerate(rounds, 1):
+        texts = [(html.escape(text.replace("\n", "⏎")), n, struck) for text, n, struck in row]
+        width = max(width, 12 + sum(len(text) for text, _, _ in row))
+        spans = [f'<tspan fill="{"#999" if n is None else colours[n % 6]}"{" text-decoration=\'line-through\'" * struck}>'
+                 f"{text}</tspan>" for text, n, struck in texts]  # fmt: skip
+        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {"".join(spans)}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}"'
+    return "\n".join([f'{head} font-family="monospace" font-size="14">', *lines, "</svg>"]) + "\n"
+
+
+def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
+    """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
+    outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
+    rank, world = ranks(cfg)
+    for number, (messages, reference) in enumerate(problems[rank::world]):
+        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
+        if number == 0 and cfg.device.startswith("cuda"):
+            run(model, prompt_ids, cfg, decoder, generator)  # compiles and captures, outside the clock
+        clock = time.time()
+        seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
+        outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
+        seconds += time.time() - clock
+        forwards += record["forwards"]
+        text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
+        right += reference is not None and is_right(messages[-1]["content"], text, reference)
+        if number < shown:
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            if show and "trace" in show:
+                show_trace(trace(tokenizer, outputs[-1], record))
+            if show and "trace_svg" in show and number == 0:
+                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, (outputs, forwards, seconds, right))
+        outputs, forwards, right = (sum((part[i] for part in every), start) for i, start in ((0, []), (1, 0), (3, 0)))
+        seconds = max(part[2] for part in every)
+    new_tokens = sum(map(len, outputs))
+    return {"label": label, "problems": len(problems), "new_tokens": new_tokens, "forwards": forwards,
+            "tokens_per_forward": round(new_tokens / max(forwards, 1), 3), "tok_s": round(new_tokens / seconds, 1),
+            "right": right if problems[0][1] is not None else None, "outputs": outputs}  # fmt: skip
+
+
+def compare(cfg, folder, prompts, show):
+    """Decode held-out problems (or the prompts) by the method and by plain AR in one run; last line of stdout: JSON."""
+    model, tokenizer = load(folder, cfg, training=False)
+    baseline = load(f"{folder}/ar", cfg, training=False)[0] if Path(folder, "ar").exists() else None
+    model = enter_stage(model, METHOD, folder, cfg).train(False)
+    problems = [([{"role": "user", "content": prompt}], None) for prompt in prompts] or read_problems(cfg)[1]
+    lengths = [len(encode(tokenizer, messages)["prompt_ids"]) for messages, _ in problems]
+    if min(lengths) == 0 or max(lengths) > cfg.max_len:
+        raise ValueError(f"prompts must have 1 to max_len = {cfg.max_len} tokens, not {min(lengths)} to {max(lengths)}")
+    table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
+    for label, run in decoders(cfg):
+        decoder = new_decoder(model, max(lengths), cfg)
+        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, {} if table else show))
+    label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
+    decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
+    table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))
+    ar = dict(table[-1])
+    for row in table:
+        same = sum(ids == ar_ids for ids, ar_ids in zip(row.pop("outputs"), ar["outputs"]))
+        row |= {"x_ar": round(row["tok_s"] / ar["tok_s"], 2), "same_as_ar": same}
+        right = "" if row["right"] is None else f" | {row['right']}/{row['problems']} right"
+        print(f"{row['label']}: new_tokens {row['new_tokens']} | forwards {row['forwards']} | tokens_per_forward "
+              f"{row['tokens_per_forward']:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']:.2f} x AR"
+              f" | {same}/{row['problems']} same as AR{right}")  # fmt: skip
+    print(json.dumps({"method": METHOD, "device": cfg.device, "dtype": cfg.dtype, "rows": table}))
+
+
+def read_settings(folder):
+    """What a folder of ours was trained with, or {}. Raises ValueError where the file is not what `save` wrote."""
+    file = Path(folder, "settings.json")
+    held = json.loads(file.read_bytes()) if file.is_file() else {}
+    fields = dataclasses.fields(Config)
+    if type(held) is not dict or not all(isinstance(held.get(f.name, f.default), f.type) for f in fields):
+        raise ValueError(f"{file} is not a settings file of this script")
+    return held
+
+
+def check_common(cfg):
+    """Raise ValueError, one line, for common settings that cannot work."""
+    for name in ("batch_size", "accumulation", "max_len", "max_new_tokens", "problems", "save_every"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(cfg, name)}")
+    if cfg.batch_size % cfg.accumulation:
+        raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
+    if cfg.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
+        raise ValueError(f"there is no device {cfg.device} here")
+
+
+def usage_error(message):
+    print(f"{METHOD}.py: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+
+def parse(argv):
+    """(args, cfg). A flag wins over what a folder was trained with, that over what `tiny` changes, that over Config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: sys.exit(usage_error(message))
+    for flag in ("train", "generate", "resume", "trace"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--prompt", action="append", default=[])
+    parser.add_argument("--trace-svg", metavar="FILE", help="the first decode, round by round, as a picture")
+    for flag, (kind, _) in OWN_FLAGS.items():
+        parser.add_argument(f"--{flag}", **kind)
+    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
+    for field in fields:
+        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else {"type": field.type}
+        parser.add_argument(f"--{field.name}", help=f"default {field.default}", **kind)
+    args = vars(parser.parse_args(argv))
+    given = {field.name: args[field.name] for field in fields if args[field.name] is not None}
+    held = read_settings(given.get("out", Config.out) if args["resume"] else given.get("model", ""))
+    mine = () if args["resume"] else ("model", "out", "device", "dtype", "compile")  # of a machine, not of a model
+    base = {field.name: held[field.name] for field in fields if field.name in held and field.name not in mine}
+    return args, Config(**((base or (TINY if given.get("model", "tiny") == "tiny" else {})) | given))
+
+
+def main(argv=None):
+    """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
+    try:
+        args, cfg = parse(argv)
+        own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]
+        if not (args["train"] or args["generate"] or own):
+            raise ValueError("nothing to do: say --train, --generate or both")
+        check_common(cfg)
+        check(cfg)
+        if ranks(cfg)[0] > 0:
+            sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+        if args["train"]:
+            train(cfg, args["resume"])
+            if dist.is_initialized():
+                dist.barrier()  # what rank 0 saved is there for all
+        if args["generate"]:
+            show = {name: args[name] for name in ("trace", "trace_svg") if args[name]}
+            compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], show)
+        for run, value in own:
+            run(cfg, value)
+    except (ValueError, OSError) as error:
+        return usage_error(error)
+    except FloatingPointError as error:
+        print(f"{METHOD}.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{METHOD}.py: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
