@@ -20,6 +20,7 @@ import argparse
 import collections
 import copy
 import dataclasses
+import html
 import json
 import math
 import os
@@ -294,8 +295,9 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     """Plan, select, verify, commit, until every slot is written. Batch 1.
 
     prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): the text in position order, what stands behind a first
-    EOS included (`trim` cuts it), and forwards, rounds, fixed_round (R,), buffer_ids, buffer_pos (commit order = cache
-    order) and tpf_mean_of_ratios, the published "TPF". Raises ValueError for a batch, or lengths of no whole slots.
+    EOS included (`trim` cuts it), and forwards, rounds, fixed_round (R,), rejected (round, index, token id), buffer_ids
+    and buffer_pos (commit order = cache order), tpf_mean_of_ratios, the published "TPF". Raises ValueError for a batch,
+    or lengths of no whole slots.
     """
     check(cfg)
     if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0:
@@ -304,7 +306,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     block_len = -(-cfg.max_new_tokens // k) * k // cfg.serial_blocks
     decoder = (decoder or Decoder(model, P + block_len * cfg.serial_blocks, compiled=cfg.compile)).reset()
     kv_cache = decoder.kv_cache
-    buffer_ids, buffer_pos, fixed_round, ratios = prompt_ids[0], torch.arange(P, device=device), [], []
+    buffer_ids, buffer_pos = prompt_ids[0], torch.arange(P, device=device)
+    fixed_round, ratios, rejected = [], [], []
 
     def forward(ids, positions):  # causal in buffer order, on top of the committed buffer
         n = len(ids)
@@ -350,6 +353,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
                 if cfg.recompute_kv:
                     forward(draft_ids.flatten()[:n_kept], slot_pos.flatten()[:n_kept])
             kv_cache.commit(n_kept)
+            fallen = zip((slot_pos.flatten() - P)[n_kept:].tolist(), draft_ids.flatten()[n_kept:].tolist())
+            rejected += [(len(ratios), index, token_id) for index, token_id in fallen]
             buffer_ids = torch.cat([buffer_ids, draft_ids.flatten()[:n_kept]])
             buffer_pos = torch.cat([buffer_pos, slot_pos.flatten()[:n_kept]])
             ratios.append(k * n_slots / (2 * iterations + 2))
@@ -364,8 +369,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
             break
     order = buffer_pos.argsort()
     rounds = torch.tensor([-1] * P + fixed_round)[order.cpu()][P:].tolist()
-    record = dict(forwards=decoder.forwards, rounds=len(ratios), fixed_round=rounds, buffer_ids=buffer_ids,
-                  buffer_pos=buffer_pos, tpf_mean_of_ratios=sum(ratios) / len(ratios))  # fmt: skip
+    record = dict(forwards=decoder.forwards, rounds=len(ratios), fixed_round=rounds, rejected=rejected,
+                  tpf_mean_of_ratios=sum(ratios) / len(ratios), buffer_ids=buffer_ids, buffer_pos=buffer_pos)
     return buffer_ids[order][None], record
 
 
@@ -766,15 +771,50 @@ def trim(ids, cfg):
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
 
 
-def show_trace(tokenizer, ids, fixed_round):
-    """One line a round: what is fixed so far, masks as dots; on a terminal, coloured by the round that fixed it."""
-    colour = (lambda text, n: f"\033[{31 + n % 6}m{text}\033[0m") if sys.stdout.isatty() else (lambda text, n: text)
-    for turn in sorted(set(fixed_round[: len(ids)])):
-        words = (colour(tokenizer.decode([i]), n) if n <= turn else "·" for i, n in zip(ids, fixed_round))
-        print(f"  round {turn + 1:>3} | " + "".join(words).replace("\n", "\\n"))
+def trace(tokenizer, ids, record):
+    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
+
+    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
+    """
+    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
+    fixed = record["fixed_round"][: len(ids)]
+
+    def entry(turn, i):
+        if fixed[i] <= turn:
+            return tokenizer.decode([ids[i]]), fixed[i], False
+        draft = rejected.get((turn, i))
+        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
+
+    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
 
 
-def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, trace=False):
+def show_trace(rounds):
+    """One line a round; on a terminal coloured by the round that fixed a token, struck through where a draft fell."""
+    for number, row in enumerate(rounds, 1):
+        if sys.stdout.isatty():
+            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
+            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
+        else:
+            words = [f"~{text}~" if struck else text for text, n, struck in row]
+        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"))
+
+
+def trace_svg(rounds):
+    """The same as one self-contained picture (text of an SVG file)."""
+    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
+    for number, row in enumerate(rounds, 1):
+        spans = ""
+        for text, n, struck in row:
+            line = 'text-decoration="line-through"' if struck else ""
+            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
+        spans = spans.replace("\n", "⏎")
+        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
+        width = max(width, 12 + sum(len(text) for text, _, _ in row))
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
+
+
+def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
     """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
     outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
     rank, world = ranks(cfg)
@@ -791,8 +831,10 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, trace
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
-            if trace:
-                show_trace(tokenizer, outputs[-1], record["fixed_round"])
+            if show and "trace" in show:
+                show_trace(trace(tokenizer, outputs[-1], record))
+            if show and "trace_svg" in show and number == 0:
+                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))
@@ -804,7 +846,7 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, trace
             "right": right if problems[0][1] is not None else None, "outputs": outputs}  # fmt: skip
 
 
-def compare(cfg, folder, prompts, trace):
+def compare(cfg, folder, prompts, show):
     """Decode held-out problems (or the prompts) by the method and by plain AR in one run; last line of stdout: JSON."""
     model, tokenizer = load(folder, cfg, training=False)
     baseline = load(f"{folder}/ar", cfg, training=False)[0] if Path(folder, "ar").exists() else None
@@ -816,7 +858,7 @@ def compare(cfg, folder, prompts, trace):
     table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
     for label, run in decoders(cfg):
         decoder = new_decoder(model, max(lengths), cfg)
-        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, trace))
+        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else None))
     label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
     decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
     table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))
@@ -868,6 +910,7 @@ def parse(argv):
     for flag in ("train", "generate", "resume", "trace"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--prompt", action="append", default=[])
+    parser.add_argument("--trace-svg", metavar="FILE", help="the first decode, round by round, as a picture")
     for flag, (kind, _) in OWN_FLAGS.items():
         parser.add_argument(f"--{flag}", **kind)
     fields = [field for field in dataclasses.fields(Config) if field.default is not None]
@@ -898,7 +941,8 @@ def main(argv=None):
             if dist.is_initialized():
                 dist.barrier()  # what rank 0 saved is there for all
         if args["generate"]:
-            compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], args["trace"])
+            show = {name: args[name] for name in ("trace", "trace_svg") if args[name]}
+            compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], show)
         for run, value in own:
             run(cfg, value)
     except (ValueError, OSError) as error:

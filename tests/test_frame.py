@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -257,8 +258,10 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_generate_prints_text_figures_and_json(script, trained, capsys):
-    assert run(script, "--generate", "--model", trained(script), "--trace") == 0
+def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys):
+    picture = tmp_path / "trace.svg"
+    assert run(script, "--generate", "--model", trained(script), "--trace", "--trace-svg", picture) == 0
+    assert len(ElementTree.parse(picture).getroot()) >= 1
     out = capsys.readouterr().out
     lines = out.splitlines()
     report = json.loads(lines[-1])
@@ -284,13 +287,20 @@ def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
     assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
 
 
-def test_trace_is_plain_text_with_a_dot_per_mask(script, capsys):
+def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(script, capsys, monkeypatch):
     class Letters:
         def decode(self, ids):
-            return chr(97 + ids[0])
+            return "<&\n"[ids[0] - 9] if ids[0] >= 9 else chr(97 + ids[0])
 
-    script.show_trace(Letters(), [0, 1, 2], [1, 0, 1])
-    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b·", "  round   2 | abc"]
+    rounds = script.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
+    script.show_trace(rounds)
+    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b~<~", "  round   2 | ab&"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    script.show_trace(rounds)
+    assert capsys.readouterr().out.splitlines()[0] == "  round   1 | ·\033[31mb\033[0m\033[9;31m<\033[0m"
+    picture = ElementTree.fromstring(script.trace_svg(rounds))
+    texts = ["".join(line.itertext()) for line in picture]
+    assert texts == ["round   1 | ·b<", "round   2 | ab&"] and picture[0][2].get("text-decoration") == "line-through"
 
 
 def test_trim_ends_at_the_first_eos_or_the_budget(script):
