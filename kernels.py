@@ -124,7 +124,7 @@ class GraphReplay:
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
     """
 
-    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64), 64, 256
+    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256), 256, 512
 
     def __init__(self, forward, trash_idx, max_key, pad=None, capture=None):
         on_gpu = torch.cuda.is_available()
