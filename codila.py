@@ -1,0 +1,1288 @@
+"""CoDiLA: a diffusion LM whose blocks are written out by a tiny local AR model; training step and decoding loop.
+
+Paper         Locally Coherent Parallel Decoding in Diffusion Language Models, arXiv 2603.20216
+Idea          A diffusion LM gives one marginal for every masked position; committing several at once ignores that
+              neighbours depend on each other. So the canvas is cut into blocks of B tokens, and a small AR model writes
+              a block left to right, from nothing but the block's B marginals, each as one soft embedding.
+Differs       from plain AR: 1. a frozen bidirectional model proposes, over a canvas of masks  2. a second, small model
+              is trained, on whole masked blocks  3. up to B tokens per forward of the big model
+Implements    shared vocabulary -> link_vocabularies; block-level absorbing noise -> draw_noise, make_training_inputs;
+              soft conditioning and the bound -> block_nll, training_loss; static, dynamic, verifying schedules and
+              token-independent baselines -> select_blocks, select_prefix, review, generate; fixed suffix -> infill
+Left out      decoding of several prompts at once, variable-length infilling (DreamOn), a cache for the diffusion LM
+Not as in     the published code, which we could not have: [paper] is what its public summary says, [code] the public
+              code of the base models, [ours] what both leave open
+Run           python codila.py --train --generate                          (tiny models, CPU)
+              python codila.py --generate --model FOLDER --aux FOLDER --prompt "..."
+              python codila.py --model FOLDER --infill "def area(r): return" "# of a circle" --max_new_tokens 8
+"""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import html
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from common import (
+    Decoder,
+    build_mask,
+    causal,
+    dense,
+    full,
+    generate_ar,
+    prepare,
+    segments,
+    token_nll,
+    walk,
+)
+
+METHOD = "codila"
+
+
+@dataclasses.dataclass
+class Config:
+    # what all five scripts share
+    model: str = "tiny"  # Hub id, folder, or the built-in backbone
+    data: str = ""  # JSONL; empty: the built-in task
+    out: str = f"runs/{METHOD}"
+    steps: int = 32000  # [paper] for each block size
+    ar_steps: int = 0  # plain AR fine-tuning before the method's own steps; kept as the AR baseline
+    batch_size: int = 8  # [ours]
+    accumulation: int = 1  # micro-batches a step; changes memory, not results
+    lr: float = 1e-5  # [ours] cosine to 0
+    ar_lr: float = 2e-5  # of the AR stage
+    warmup: float = 0.03  # [ours] share of the steps
+    lr_floor: float = 0.0  # share of lr at the end
+    beta2: float = 0.999  # AdamW
+    weight_decay: float = 0.0  # [ours]
+    clip: float = 1.0  # [ours]
+    max_len: int = 2048  # [ours] longer rows are dropped
+    max_new_tokens: int = 512  # [code] the canvas behind the prompt
+    problems: int = 64  # held-out problems decoded when no prompt is given
+    temperature: float = 0.0  # [ours]
+    top_p: float = 1.0
+    seed: int = 0
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    compile: bool = torch.cuda.is_available()
+    save_every: int = 500
+    mask_id: int | None = None  # None: from the model and its tokenizer
+    eos_id: int | None = None
+    vocab_len: int | None = None  # rows of the head behind the last token are never an output
+    # CoDiLA
+    aux: str = "Qwen/Qwen3-0.6B"  # [paper] the local AR model: Hub id, folder, or tiny
+    tags: str = "<think> </think>"  # [paper] the tokens of the AR model that enclose the marginals
+    dlm_steps: int = 0  # masked diffusion for an AR backbone, before CoDiLA's own steps; -1: as many as those
+    dlm_lr: float = 1e-4  # [ours] of that stage
+    block_sizes: str = "4"  # [paper] training: an AR model for each B; of a list, one per step at random
+    weighting: str = "count"  # [ours] or inverse_t, uniform: weight of a row in the loss
+    p_partial: float = 0.0  # [ours] share of masked blocks that show some of their tokens, as dynamic decoding does
+    max_pad: int = 49  # [ours] at most so many more EOS behind the longest row of a batch
+    envelope: bool = True  # [paper] the two tags; off is an ablation
+    topk: int = 0  # 0: whole marginals [paper]; k: only the k likeliest tokens of each, an ablation
+    mode: str = "static"  # [paper] or dynamic, verify; baselines without AR model: tokens, indep
+    block_size: int = 4  # [paper] B in decoding: 2, 4 or 8
+    blocks_per_step: int = 1  # [paper] static
+    tau: float = 0.3  # [ours] dynamic: mean entropy in nats; 0.2 and 0.5 are reported  [paper]
+    window: int = 10  # [paper] candidate blocks, from the first unfinished one; 0: no limit
+    tokens_per_step: int = 0  # tokens, verify: K; 0: block_size
+    conf: str = "entropy"  # [ours] tokens, verify: -entropy or maxprob
+    lam: float = -1.0  # [ours] verify: penalty where the AR model disagrees; -1: larger than any confidence gap
+    table: str = ""  # block sizes that --generate compares, in every mode
+    checkpointing: bool = False  # recompute layers in backward
+    turn_end_id: int | None = None  # what ends a turn in chat form, in front of EOS; None: from the tokenizer
+
+
+# what `--model tiny` changes
+TINY = dict(steps=500, ar_steps=150, dlm_steps=-1, batch_size=64, lr=3e-3, ar_lr=3e-3, dlm_lr=3e-3, warmup=0.05,
+            beta2=0.95, max_len=96, max_new_tokens=40, max_pad=0, aux="tiny", block_sizes="2,4,8", p_partial=0.5,
+            temperature=0.7, tau=1.0, table="2,4,8")  # fmt: skip
+TEMPLATE = {}  # arguments of the chat template
+
+
+def sizes(text):
+    """The block sizes of a list like 2,4,8; none of an empty one."""
+    return [int(size) for size in text.split(",")] if text else []
+
+
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    choices = dict(mode=MODES, conf=("entropy", "maxprob"), weighting=("count", "inverse_t", "uniform"))
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
+    least = dict(block_size=1, blocks_per_step=1, window=0, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
+    for name, low in least.items():
+        if getattr(cfg, name) < low:
+            raise ValueError(f"{name} must be at least {low}, not {getattr(cfg, name)}")
+    if not 0 <= cfg.p_partial <= 1:
+        raise ValueError(f"p_partial must lie in [0, 1], not {cfg.p_partial}")
+    if not cfg.dlm_lr > 0 or math.isnan(cfg.tau) or math.isnan(cfg.lam):
+        raise ValueError("dlm_lr must be > 0, tau and lam numbers")
+    for name in ("block_sizes", "table"):
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", getattr(cfg, name) or "1" * (name == "table")):
+            raise ValueError(f"{name} is a list like 2,4,8, not {getattr(cfg, name)!r}")
+    if len(cfg.tags.split()) != 2:
+        raise ValueError(f"tags are two tokens with a space between them, not {cfg.tags!r}")
+
+
+# --------------------------------------------------------------------------------------------- the two models as a pair
+
+
+class Pair(nn.Module):
+    """The frozen diffusion LM (`backbone`) and the local AR model (`aux_model`), which alone is trained.
+
+    link: vocab_len, so many leading ids mean the same to both models; banned_ids, those among them that are no text
+    (mask, tags); think_id and end_think_id, the AR model's tags; turn_end_id, what ends a turn in chat form, or None.
+    """
+
+    def __init__(self, backbone, aux_model, link):
+        super().__init__()
+        self.backbone, self.aux_model, self.link = backbone.requires_grad_(False), aux_model, link
+        aux_model.requires_grad_(True)  # all of it, no added parameter  [paper]
+        aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.train(False)  # frozen, whatever the trainer says
+        return self
+
+
+def link_vocabularies(tokenizer, aux_tokenizer, cfg):
+    """What Pair wants to know of two tokenizers. Raises ValueError, one line, for a pair that does not fit.
+
+    Vs: so many leading ids are the same token in both. Both models' logits are cut there, before the softmax, which
+    drops the mask of the one and the tags of the other, whose ids may collide, and rows that one of them lacks.  [ours]
+    """
+    ours, theirs = (t.convert_ids_to_tokens(list(range(len(t)))) for t in (tokenizer, aux_tokenizer))
+    vocab_len = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    # the tokens added to a vocabulary (mask, tags) may differ, its text may not
+    if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
+        raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
+    known = aux_tokenizer.get_vocab()
+    for tag in cfg.tags.split():
+        if tag not in known:
+            raise ValueError(f"the local AR model {cfg.aux!r} has no token {tag}: name two of its own with --tags")
+    think_id, end_think_id = (known[tag] for tag in cfg.tags.split())
+    turn_end = tokenizer.get_vocab().get("<|im_end|>")
+    turn_end = turn_end if turn_end != cfg.eos_id and turn_end is not None and turn_end < vocab_len else None
+    banned = sorted(i for i in {cfg.mask_id, think_id, end_think_id} if i < vocab_len)
+    return dict(vocab_len=vocab_len, banned_ids=banned, think_id=think_id, end_think_id=end_think_id,
+                turn_end_id=turn_end)  # fmt: skip
+
+
+def shared_logits(model, logits, suppress_ids=()):
+    """Logits over what both models can say: the first Vs columns, float32, banned ids at -inf.  (.., V) -> (.., Vs)"""
+    logits = logits[..., : model.link["vocab_len"]].float()
+    unsaid = [*model.link["banned_ids"], *suppress_ids]
+    return logits.index_fill(-1, torch.tensor(unsaid, device=logits.device), -torch.inf) if unsaid else logits
+
+
+def soft_embed(model, probs, cfg):
+    """Expected input embedding of the AR model: probs @ E, E not detached.  (.., Vs) float32 -> (.., D)  [paper]"""
+    if cfg.topk:
+        top = probs.topk(min(cfg.topk, probs.shape[-1]))
+        probs = torch.zeros_like(probs).scatter(-1, top.indices, top.values / top.values.sum(-1, keepdim=True))
+    weight = model.aux_model.model.embed_tokens.weight[: model.link["vocab_len"]]
+    return probs.to(weight.dtype) @ weight
+
+
+def block_context(model, embeds, cfg):
+    """<think> e_1 .. e_b </think>: all that the AR model knows of the canvas.  (m, b, D) -> (m, b+2, D)  [paper]"""
+    if not cfg.envelope:
+        return embeds
+    ids = torch.tensor([model.link["think_id"], model.link["end_think_id"]], device=embeds.device)
+    opening, closing = model.aux_model.model.embed_tokens(ids).expand(len(embeds), 2, -1).split(1, dim=1)
+    return torch.cat([opening, embeds, closing], dim=1)
+
+
+def teacher_forced(model, embeds, token_ids, cfg):
+    """Embeddings of context | y_1 .. y_{b-1} (m, T, D), and the first of the b rows that predict y_1 .. y_b."""
+    context = block_context(model, embeds, cfg)
+    written = model.aux_model.model.embed_tokens(token_ids[:, :-1])
+    return torch.cat([context, written], dim=1), context.shape[1] - 1  # y_1 comes from the </think> row
+
+
+# ------------------------------------------------------------------------------------------------------- training step
+
+
+def draw_length(batch, block_size, cfg, generator):
+    """Columns of a batch: some EOS behind the longest row, in all a multiple of 8 (CUDA: 128, few compilations)."""
+    longest = max(len(row["prompt_ids"]) + max(len(row["answer_ids"]), block_size) for row in batch)
+    unit = 128 if cfg.device.startswith("cuda") else 8
+    return -(-(longest + torch.randint(cfg.max_pad + 1, (1,), generator=generator).item()) // unit) * unit
+
+
+def draw_noise(batch, cfg, generator):
+    """Block-level absorbing noise: all tokens of a block are masked together.  [paper]
+
+    batch: list of {"prompt_ids", "answer_ids"} (lists of ints, the answer ends with EOS). Returns a list of dicts:
+    block_size and length, the same in all rows; t, the noise level; block_masked, one bool per block; known, per block
+    one bool per token that is shown although its block is masked (none unless p_partial > 0).
+    """
+    options = sizes(cfg.block_sizes)
+    B = options[torch.randint(len(options), (1,), generator=generator).item()]
+    draws, length = [], draw_length(batch, B, cfg, generator)
+    for row in batch:
+        N = (length - len(row["prompt_ids"])) // B
+        if cfg.weighting == "count":  # m ~ U{1..N}, then m of the N blocks: no empty row, less variance
+            m = torch.randint(1, N + 1, (1,), generator=generator).item()
+            t, block_masked = m / N, torch.rand(N, generator=generator).argsort().argsort() < m
+        else:
+            t = 1e-3 + (1 - 1e-3) * torch.rand(1, generator=generator).item()
+            block_masked = torch.rand(N, generator=generator) < t
+        partial = torch.rand(N, 1, generator=generator) < cfg.p_partial
+        known = partial & (torch.rand(N, B, generator=generator) < torch.rand(N, 1, generator=generator))
+        draws.append(
+            dict(block_size=B, length=length, t=t, block_masked=block_masked.tolist(), known=known.tolist())
+        )
+    return draws
+
+
+def make_training_inputs(batch, draws, cfg):
+    """Rows with whole blocks masked, and for each masked block its place, its tokens and their weight in the loss.
+
+        prompt | block 0 | block 1, masked | ... | block N-1 | rest of fewer than B tokens, never masked
+
+    The grid starts behind the prompt; EOS padding is data, masked and learnt like any token. Returns a dict:
+    input_ids (n, S) int64; block_pos, block_ids (n, M, B) int64 and weights (n, M, B) float32, M = most masked blocks
+    of a row, the places not used at weight 0. The loss is sum(weights * nll): a token still masked weighs
+    w / sum over rows of N B, where w is N / m, 1 / t or 1 (cfg.weighting; m of the row's N blocks are masked).
+    """
+    B, S = draws[0]["block_size"], draws[0]["length"]
+    M = max(1, *(sum(draw["block_masked"]) for draw in draws))
+    maskable = sum((S - len(row["prompt_ids"])) // B * B for row in batch)
+    shape = (len(batch), M, B)
+    inputs = dict(input_ids=torch.full((len(batch), S), cfg.eos_id), block_pos=torch.zeros(shape, dtype=torch.int64),
+                  block_ids=torch.full(shape, cfg.eos_id), weights=torch.zeros(shape))  # fmt: skip
+    for r, (row, draw) in enumerate(zip(batch, draws)):
+        P, ids = len(row["prompt_ids"]), torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        masked = [j for j, is_masked in enumerate(draw["block_masked"]) if is_masked]
+        weight = {"count": len(draw["block_masked"]) / max(len(masked), 1), "inverse_t": 1 / draw["t"], "uniform": 1.0}
+        inputs["input_ids"][r, : len(ids)] = ids
+        for place, j in enumerate(masked):
+            pos, known = torch.arange(P + j * B, P + j * B + B), torch.tensor(draw["known"][j])
+            inputs["block_pos"][r, place], inputs["block_ids"][r, place] = pos, inputs["input_ids"][r, pos]
+            inputs["weights"][r, place] = ~known * (weight[cfg.weighting] / maskable)
+            inputs["input_ids"][r, pos[~known]] = cfg.mask_id
+    return inputs
+
+
+def in_chunks(function, *tensors, size=2048):
+    """cat of function(slices) over the first dimension, recomputed in backward: rows of 150k logits never pile up."""
+    parts = [checkpoint(function, *part, use_reentrant=False) for part in zip(*(t.split(size) for t in tensors))]
+    return [torch.cat(column) for column in zip(*parts)]
+
+
+def block_nll(model, inputs, cfg):
+    """-log p of every token of the m masked blocks: by the AR model, and by the marginals alone; their weights.
+
+    inputs of make_training_inputs. Returns three (m, B) float32, blocks in row-major order. One forward of the frozen
+    diffusion LM over the rows, one of the AR model over the blocks:  -log p(block | x) = -sum_j log p_AR(y_j | <think>
+    e_1 .. e_B </think> y_<j),  e_j = marginal_j @ E.
+    """
+    input_ids, (n, S), device = inputs["input_ids"], inputs["input_ids"].shape, inputs["input_ids"].device
+    used = (inputs["weights"] > 0).any(-1)  # (n, M)
+    used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
+    row_idx, pos, labels = used.nonzero()[:, 0], inputs["block_pos"][used], inputs["block_ids"][used]  # (m,), (m, B)
+    is_known = input_ids[row_idx[:, None], pos] != cfg.mask_id
+    if len(alien := labels[labels >= model.link["vocab_len"]]):
+        raise ValueError(f"token {alien[0]} of a training row is none that both models know")
+    with torch.no_grad():
+        positions = torch.arange(S, device=device).expand(n, S)
+        hidden = walk(model.backbone, input_ids, positions, build_mask(full(), 1, S, S, device))
+        hidden = hidden[row_idx[:, None], (pos - 1).clamp(min=0)].flatten(0, 1)  # row p-1 predicts p  [code]
+
+    def read(rows, targets):
+        with torch.no_grad():
+            logp = shared_logits(model, model.backbone.lm_head(rows)).log_softmax(-1)
+        return soft_embed(model, logp.exp(), cfg), -logp.gather(-1, targets[:, None])[:, 0]
+
+    def write(rows, targets):
+        logp = shared_logits(model, model.aux_model.lm_head(rows)).log_softmax(-1)
+        return (-logp.gather(-1, targets[:, None])[:, 0],)
+
+    m, B = labels.shape
+    embeds, nll_alone = in_chunks(read, hidden, labels.flatten())
+    certain = model.aux_model.model.embed_tokens(labels)  # a known token: its own embedding, a one-hot marginal  [ours]
+    embeds = torch.where(is_known[..., None], certain, embeds.view_as(certain))
+    inputs_embeds, first = teacher_forced(model, embeds, labels, cfg)  # (m, T, D), T = 2 B + 1
+    T = inputs_embeds.shape[1]
+    positions = torch.arange(T, device=device).expand(m, T)  # every block starts at 0  [ours]
+    mask = dense(causal(), 1, T, T, device)  # rows far shorter than a tile of flex_attention
+    hidden = walk(model.aux_model, inputs_embeds, positions, mask, checkpointing=cfg.checkpointing)[:, first:]
+    (nll,) = in_chunks(write, hidden.flatten(0, 1), labels.flatten())
+    return nll.view(m, B), nll_alone.view(m, B), inputs["weights"][used]
+
+
+def training_loss(model, inputs, cfg):
+    """The bound in nats per maskable token (if p_partial = 0). Returns (loss, logs), logs: that of the marginals."""
+    nll, nll_alone, weights = block_nll(model, inputs, cfg)
+    return (weights * nll).sum(), {"marginals": (weights * nll_alone).sum().item()}
+
+
+def draw_token_noise(batch, cfg, generator):
+    """Masked diffusion of the backbone: t stratified over the batch, each token behind the prompt masked with p = t."""
+    length, n = draw_length(batch, 1, cfg, generator), len(batch)
+    t = (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
+    return length, 1e-3 + (1 - 1e-3) * t, torch.rand(n, length, generator=generator)
+
+
+def make_dlm_inputs(batch, draws, cfg):
+    """input_ids, labels, weights (n, S): label p-1 is the masked token p (shifted, as an AR backbone predicts)."""
+    length, t, uniform = draws
+    ids, behind = torch.full((len(batch), length), cfg.eos_id), torch.zeros(len(batch), length, dtype=torch.bool)
+    for r, row in enumerate(batch):
+        tokens = torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        ids[r, : len(tokens)], behind[r, len(row["prompt_ids"]) :] = tokens, True
+    is_masked = behind & (uniform < t[:, None])
+    labels = torch.where(is_masked, ids, -100).roll(-1, dims=1)
+    weights = (1 / t / behind.sum())[:, None].expand(labels.shape)
+    return {"input_ids": ids.masked_fill(is_masked, cfg.mask_id), "labels": labels, "weights": weights}
+
+
+def dlm_loss(model, inputs, cfg):
+    """The masked-diffusion bound of the backbone, full attention. Returns (loss, logs)."""
+    (n, S), device = inputs["input_ids"].shape, inputs["input_ids"].device
+    positions, mask = torch.arange(S, device=device).expand(n, S), build_mask(full(), 1, S, S, device)
+    hidden = walk(model, inputs["input_ids"], positions, mask, checkpointing=cfg.checkpointing)
+    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+MODES = ("static", "dynamic", "verify", "tokens", "indep")
+
+
+def draw_tokens(logits, cfg, generator):
+    """Greedy, or a draw at cfg.temperature from the likeliest tokens of mass top_p.  (n, Vs) -> (n,) int64"""
+    if cfg.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.double() / cfg.temperature
+    if cfg.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        mass = ordered.softmax(-1)
+        ordered[mass.cumsum(-1) - mass >= cfg.top_p] = -torch.inf
+        logits = torch.empty_like(logits).scatter(-1, order, ordered)
+    uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
+    return (logits - torch.log(-torch.log(uniform))).argmax(-1)  # Gumbel-max = a draw from the softmax
+
+
+def candidates(ids, origin, cfg, stop_ids):
+    """{block index: its eligible positions}: masked, before the first stop token, in the window.  ids: list of ints"""
+    end = next((p for p in range(origin, len(ids)) if ids[p] in stop_ids), len(ids))
+    blocks = {}
+    for p in range(origin, end):
+        if ids[p] == cfg.mask_id:
+            blocks.setdefault((p - origin) // cfg.block_size, []).append(p)
+    first = min(blocks, default=0)
+    return {i: positions for i, positions in blocks.items() if not cfg.window or i < first + cfg.window}
+
+
+def select_blocks(blocks, entropy, cfg):
+    """Blocks of lowest mean entropy over their eligible positions, whole.  [paper]  -> [(block index, positions)]"""
+    order = sorted(blocks, key=lambda i: (sum(entropy[p] for p in blocks[i]) / len(blocks[i]), i))
+    return [(i, blocks[i]) for i in order[: cfg.blocks_per_step]]
+
+
+def select_prefix(blocks, entropy, cfg):
+    """The longest prefix of a block whose mean entropy is at most tau, if it has two tokens.  [paper]
+
+    Else the single most certain position. The running mean is not monotone: every length is tried.
+    """
+    found = []
+    for i, positions in blocks.items():
+        for k in range(len(positions), 1, -1):
+            mean = sum(entropy[p] for p in positions[:k]) / k
+            if mean <= cfg.tau:
+                found.append((-k, mean, i))
+                break
+    if found:
+        k, _, i = min(found)
+        return [(i, blocks[i][:-k])]
+    _, p, i = min((entropy[p], p, i) for i, positions in blocks.items() for p in positions)
+    return [(i, [p])]
+
+
+def select_tokens(blocks, conf, cfg):
+    """The K most confident eligible positions, whatever their blocks."""
+    eligible = [p for positions in blocks.values() for p in positions]
+    return sorted(sorted(eligible, key=lambda p: (-conf[p], p))[: cfg.tokens_per_step or cfg.block_size])
+
+
+Proposal = collections.namedtuple("Proposal", "spans row logits probs entropy")  # of one forward, see `propose`
+View = collections.namedtuple("View", "token_ids is_masked probs")  # of a block: (b,) int64, (b,) bool, (masks, Vs)
+
+
+def propose(model, dlm, ids, origin, blocks, cfg, suppress_ids):
+    """One forward of the diffusion LM over the whole canvas: a marginal for every mask of the candidate blocks.
+
+    ids: list of S ints; blocks of `candidates`. Returns spans {block index: its positions}, row {masked position: its
+    row in logits and probs}, logits and probs (masks, Vs) float32, entropy {masked position: nats}.
+    """
+    S, device = len(ids), dlm.backbone.lm_head.weight.device
+    starts = {i: origin + i * cfg.block_size for i in blocks}
+    spans = {i: range(start, min(start + cfg.block_size, S)) for i, start in starts.items()}
+    masked = [p for span in spans.values() for p in span if ids[p] == cfg.mask_id]
+    positions, mask = torch.arange(S, device=device)[None], dense(full(), 1, S, S, device)
+    logits = dlm(torch.tensor([ids], device=device), positions, mask, dlm.kv_cache.scratch_idx(S))[0]  # no commit
+    logits = shared_logits(model, logits[[max(p - 1, 0) for p in masked]], suppress_ids)  # row p-1 predicts p  [code]
+    probs = logits.softmax(-1)  # temperature 1, as in training  [ours]
+    entropy = torch.special.entr(probs).sum(-1).tolist()
+    return Proposal(spans, {p: r for r, p in enumerate(masked)}, logits, probs, dict(zip(masked, entropy)))
+
+
+def view_block(proposal, block_idx, ids):
+    """What the AR model is to know of a block."""
+    span, device = proposal.spans[block_idx], proposal.probs.device
+    is_masked = torch.tensor([p in proposal.row for p in span], device=device)
+    rows = [proposal.row[p] for p in span if p in proposal.row]
+    return View(torch.tensor([ids[p] for p in span], device=device), is_masked, proposal.probs[rows])
+
+
+def block_embeds(model, view, cfg):
+    """Soft embeddings of a block's masked positions, plain ones of the known.  -> (1, b, D)"""
+    embeds = model.aux_model.model.embed_tokens(view.token_ids.masked_fill(view.is_masked, 0))
+    embeds[view.is_masked] = soft_embed(model, view.probs, cfg)
+    return embeds[None]
+
+
+def write_block(model, aux, view, last, cfg, suppress_ids, generator):
+    """The AR model writes a block from its first position to its offset `last`, one forward a token.  -> (b,) int64
+
+    The marginals stay those of the one forward of the diffusion LM. At a known position the known token is fed.
+    """
+    token_ids, device = view.token_ids.clone(), view.token_ids.device
+    aux.kv_cache.truncate(0)
+    waiting = block_context(model, block_embeds(model, view, cfg), cfg)  # (1, b+2, D), then one token id
+    for j in range(last + 1):
+        start, n = aux.kv_cache.cache_len, waiting.shape[1]
+        positions = torch.arange(start, start + n, device=device)[None]
+        mask, write_idx = dense(causal(start), 1, n, start + n, device), aux.kv_cache.scratch_idx(n)
+        logits = aux(waiting, positions, mask, write_idx)[:, -1]
+        aux.kv_cache.commit(n)
+        if view.is_masked[j]:
+            token_ids[j] = draw_tokens(shared_logits(model, logits, suppress_ids), cfg, generator)[0]
+        waiting = token_ids[j].view(1, 1)
+    return token_ids
+
+
+def review(model, aux, proposal, draft_ids, ids, cfg, suppress_ids):
+    """Positions where the AR model, given the draft in front of them, would write another token.  [paper]
+
+    draft_ids (masks,). One forward for all candidate blocks, packed in one row under a mask that keeps them apart.
+    """
+    parts, segment_ids, positions, rows, masked = [], [], [], [], list(proposal.row)
+    aux.kv_cache.truncate(0)
+    for block_idx, span in proposal.spans.items():
+        view = view_block(proposal, block_idx, ids)
+        written = view.token_ids.clone()
+        written[view.is_masked] = draft_ids[[proposal.row[p] for p in span if p in proposal.row]]
+        part, first = teacher_forced(model, block_embeds(model, view, cfg), written[None], cfg)
+        rows += [len(positions) + first + p - span.start for p in span if p in proposal.row]
+        positions += range(part.shape[1])  # every block starts at 0
+        segment_ids += [block_idx] * part.shape[1]
+        parts.append(part)
+    T, device = len(positions), draft_ids.device
+    mask = dense(segments(torch.tensor([segment_ids], device=device)), 1, T, T, device)
+    positions = torch.tensor([positions], device=device)
+    logits = aux(torch.cat(parts, dim=1), positions, mask, aux.kv_cache.scratch_idx(T))[0, rows]
+    agreed = shared_logits(model, logits, suppress_ids).argmax(-1) == draft_ids
+    return [p for p, same in zip(masked, agreed.tolist()) if not same]
+
+
+@torch.no_grad()
+def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=None, stop_ids=None, suppress_ids=()):
+    """Marginals, their entropies, the block or tokens of lowest entropy, written by the local AR model. Batch 1.
+
+    prompt_ids (1, P) int64; canvas_ids (1, R) what follows, masks among it: max_new_tokens masks if None, a hole and a
+    fixed suffix for infilling; stop_ids end the text (None: EOS and the end of a turn), suppress_ids are never written;
+    decoder: of new_decoder. Returns (seq_ids (1, P+R), record), everything behind the first stop token being EOS.
+    record: forwards (diffusion LM), aux_forwards (AR model), rounds, fixed_round (R,), -1 where nothing was masked, and
+    trace: per round [block, tokens written] of each block, or [positions, positions where the AR model disagreed].
+    Raises ValueError for a batch, or a known token on the canvas that the AR model does not know as such.
+    """
+    check(cfg)
+    if prompt_ids.shape[0] != 1:
+        raise ValueError(f"CoDiLA decodes one prompt, not {prompt_ids.shape[0]}")
+    origin, link = prompt_ids.shape[1], model.link
+    canvas = [cfg.mask_id] * cfg.max_new_tokens if canvas_ids is None else canvas_ids[0].tolist()
+    if alien := [i for i in canvas if i != cfg.mask_id and i >= link["vocab_len"]]:
+        raise ValueError(f"token {alien[0]} on the canvas is none that both models know")
+    ids, stop_ids = prompt_ids[0].tolist() + canvas, {cfg.eos_id, cfg.turn_end_id} if stop_ids is None else stop_ids
+    dlm, aux = (part.reset() for part in decoder or new_decoder(model, origin, cfg, len(canvas)))
+    fixed_round, trace, rounds = [-1] * len(ids), [], 0
+    while blocks := candidates(ids, origin, cfg, stop_ids):
+        # propose: a marginal for every mask of the candidate blocks, from one forward of the diffusion LM
+        proposal = propose(model, dlm, ids, origin, blocks, cfg, suppress_ids)
+        # score: by certainty; a draft that the AR model would not write loses lam
+        conf, disagreed = {p: -h for p, h in proposal.entropy.items()}, []
+        if cfg.conf == "maxprob":
+            conf = dict(zip(conf, proposal.probs.amax(-1).tolist()))
+        draft_ids = None if cfg.mode in ("static", "dynamic") else draw_tokens(proposal.logits, cfg, generator)
+        if cfg.mode == "verify":
+            disagreed = review(model, aux, proposal, draft_ids, ids, cfg, suppress_ids)
+            lam = cfg.lam if cfg.lam >= 0 else 1.0 if cfg.conf == "maxprob" else math.log(link["vocab_len"])
+            conf |= {p: conf[p] - lam for p in disagreed}
+        # select
+        if cfg.mode in ("verify", "tokens"):
+            chosen = [(None, select_tokens(blocks, conf, cfg))]
+        else:
+            chosen = (select_prefix if cfg.mode == "dynamic" else select_blocks)(blocks, proposal.entropy, cfg)
+        # commit: the AR model writes a block from its marginals; a single token needs no coherence
+        for block_idx, positions in chosen:
+            rows = [proposal.row[p] for p in positions]
+            if cfg.mode == "static" or (cfg.mode == "dynamic" and len(positions) > 1):
+                start, view = proposal.spans[block_idx].start, view_block(proposal, block_idx, ids)
+                written = write_block(model, aux, view, positions[-1] - start, cfg, suppress_ids, generator)
+                tokens = written[[p - start for p in positions]]
+            else:
+                tokens = draw_tokens(proposal.logits[rows], cfg, generator) if draft_ids is None else draft_ids[rows]
+            for p, token in zip(positions, tokens.tolist()):
+                ids[p], fixed_round[p] = token, rounds
+            trace.append([positions, disagreed] if block_idx is None else [block_idx, len(positions)])
+        rounds += 1
+    end = next((p for p in range(origin, len(ids)) if ids[p] in stop_ids), len(ids))
+    for p in range(end + 1, len(ids)):
+        fixed_round[p] = rounds - 1 if ids[p] == cfg.mask_id else fixed_round[p]
+        ids[p] = cfg.eos_id
+    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, fixed_round=fixed_round[origin:],
+                  trace=trace)  # fmt: skip
+    return torch.tensor([ids], device=prompt_ids.device), record
+
+
+# -------------------------------------------------------------------------------------- what the frame asks of a script
+
+
+def load_backbone(name, dtype):
+    """A Hugging Face causal LM; Dream's checkpoints are Qwen2, weight names included, under a name of their own."""
+    fields = PretrainedConfig.get_config_dict(name)[0]
+    if fields.get("model_type") != "Dream":
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    config = Qwen2Config(**{key: value for key, value in fields.items() if key not in ("auto_map", "model_type")})
+    return Qwen2ForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+
+
+def load_tokenizer(name):
+    """A Hugging Face tokenizer; Dream's is Qwen2's, under a name of its own."""
+    fields = PretrainedConfig.get_config_dict(name)[0]
+    kind = Qwen2Tokenizer if fields.get("model_type") == "Dream" else AutoTokenizer
+    return kind.from_pretrained(name, trust_remote_code=False)
+
+
+def load_aux(name, cfg, dtype):
+    """(AR model, its tokenizer or None) of a Hub id, a folder, or `tiny`: random, with two rows more for the tags."""
+    if name != "tiny":
+        try:
+            aux_model = load_backbone(name, dtype)
+            return aux_model, None if hasattr(aux_model.config, "codila") else load_tokenizer(name)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            raise ValueError(f"cannot load local AR model {name!r}: {text}") from error
+    torch.manual_seed(cfg.seed)
+    config = Qwen3Config(
+        vocab_size=cfg.vocab_len + 2, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
+        bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    config.codila = dict(vocab_len=cfg.vocab_len, banned_ids=[cfg.mask_id], think_id=cfg.vocab_len,
+                         end_think_id=cfg.vocab_len + 1, turn_end_id=None)  # fmt: skip
+    return Qwen3ForCausalLM(config), None
+
+
+def enter_stage(model, stage, folder, cfg):
+    """The model at the start of a stage of training, or as saved in folder: CoDiLA adds the local AR model."""
+    if stage != METHOD:
+        return model
+    saved = Path(folder or "", "aux")
+    dtype = model.lm_head.weight.dtype  # float32 where the AR model is to be trained
+    aux_model, aux_tokenizer = load_aux(str(saved) if folder and saved.is_dir() else cfg.aux, cfg, dtype)
+    if aux_tokenizer is not None:
+        aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
+    link = aux_model.config.codila
+    cfg.turn_end_id = link["turn_end_id"]
+    rows, aux_rows = (part.get_input_embeddings().num_embeddings for part in (model, aux_model))
+    if link["vocab_len"] > min(rows, aux_rows) or max(link["think_id"], link["end_think_id"]) >= aux_rows:
+        raise ValueError(f"{link['vocab_len']} shared tokens and two tags do not fit {rows} and {aux_rows} rows")
+    if cfg.mask_id < link["vocab_len"] and cfg.mask_id not in link["banned_ids"]:
+        raise ValueError(f"the local AR model could write the mask, token {cfg.mask_id}")
+    if ranks(cfg)[1] == 1:  # frozen: half the memory; shards want one dtype
+        model.to(getattr(torch, cfg.dtype))
+    return Pair(model, prepare(aux_model.to(cfg.device)), link)
+
+
+def save_method(model, folder, cfg):
+    """The diffusion LM as a Hugging Face folder, the local AR model as another one in its `aux`."""
+    getattr(model, "backbone", model).save_pretrained(folder, max_shard_size="1000GB")
+    if isinstance(model, Pair):
+        model.aux_model.save_pretrained(Path(folder, "aux"), max_shard_size="1000GB")
+
+
+def plain_lm(model):
+    """What plain AR decoding runs on where there is no AR baseline."""
+    return model.backbone
+
+
+def spare_mask_id(backbone, tokenizer):
+    """A mask token for a backbone that has none and is not to be trained: a diffusion LM must have learnt it."""
+    return None
+
+
+def new_decoder(model, prompt_len, cfg, canvas_len=None):
+    """Decoders of both models, with room for a prompt and its canvas, and for all blocks of the canvas under review."""
+    R = cfg.max_new_tokens if canvas_len is None else canvas_len
+    room = max(-(-R // B) * (2 * B + 1) for B in [cfg.block_size, *sizes(cfg.table)])
+    dlm = Decoder(model.backbone, prompt_len + R, compiled=cfg.compile)
+    return dlm, Decoder(model.aux_model, max(room, 1), compiled=cfg.compile)
+
+
+def pack(rows, cfg):
+    """Rows of at most max_len tokens; in chat form the turn ends in front of EOS."""
+    turn_end = [] if cfg.turn_end_id is None else [cfg.turn_end_id]
+    rows = [row | {"answer_ids": [*row["answer_ids"][:-1], *turn_end, cfg.eos_id]} for row in rows]
+    return keep_short(rows, cfg)
+
+
+def stages(cfg):
+    """The stages of training: a plain AR model of the data, its adaptation to masked diffusion, the local AR model."""
+    dlm_steps = cfg.steps if cfg.dlm_steps < 0 else cfg.dlm_steps
+    return [
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("dlm", dlm_steps, cfg.dlm_lr, pack, draw_token_noise, make_dlm_inputs, dlm_loss),
+        Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
+    ]
+
+
+def decoders(cfg):
+    """(label, generate) of each decoding that `--generate` puts beside plain AR; cfg.table: the paper's comparison."""
+
+    def row(label, **changes):
+        def run(model, prompt_ids, cfg, *rest):
+            return generate(model, prompt_ids, dataclasses.replace(cfg, **changes), *rest)
+
+        return label, run
+
+    if not cfg.table:
+        return [row(f"{METHOD} {cfg.mode}")]
+    rows = [row("one token a forward", mode="tokens", tokens_per_step=1)]
+    for B in sizes(cfg.table):
+        rows.append(row(f"independent tokens, K={B}", mode="tokens", block_size=B, tokens_per_step=B))
+        rows.append(row(f"independent block, K=B={B}", mode="indep", block_size=B))
+        rows.append(row(f"{METHOD}, K=B={B}", mode="static", block_size=B))
+    for tau in (cfg.tau / 2, cfg.tau):
+        rows.append(row(f"{METHOD} dynamic, B={cfg.block_size}, tau={tau:g}", mode="dynamic", tau=tau))
+    return rows
+
+
+THEMES = "red blue green gold".split()
+
+
+def name_of(i):
+    """Identifier i of 12, three tokens; the first is shared by two of them, the last by three."""
+    return "abcdef"[i // 2] + "αβγδεζηθικλμ"[i] + "1234"[i % 4]
+
+
+def names_of(theme):
+    """The 6 of the 12 identifiers that a theme allows, likeliest first."""
+    return [name_of((3 * THEMES.index(theme) + 5 * j) % 12) for j in range(6)]
+
+
+def problem(rng):
+    """One problem of the built-in task: (prompt, program). Lines like aα1=bδ4+aα1; are 12 tokens each.
+
+    The number in the prompt only makes it unique: programs of one theme and length differ at random.
+    """
+    theme, count = rng.choice(THEMES), rng.randint(2, 3)
+    lines = []
+    for _ in range(count):
+        a, b, c = rng.choices(names_of(theme), (0.55, 0.22, 0.11, 0.06, 0.04, 0.02), k=3)
+        lines.append(f"{a}={b}{rng.choice('+*')}{c};")
+    return f"{count} {theme} lines {rng.randrange(10000):04d}:", "".join(lines)
+
+
+def is_right(prompt, text, reference):
+    """A program is well-formed: as many statements as asked for, of names that the theme allows."""
+    asked = re.fullmatch(rf"(\d) ({'|'.join(THEMES)}) lines \d+:", prompt)
+    if not asked:
+        return text.strip() == reference.strip()
+    name = f"({'|'.join(names_of(asked[2]))})"
+    return re.fullmatch(rf"({name}={name}[+*]{name};){{{asked[1]}}}", text.strip()) is not None
+
+
+def infill(cfg, value):
+    """PREFIX SUFFIX, or nothing for the rows of --data (JSONL: prompt, suffix): fill max_new_tokens between them."""
+    if len(value) not in (0, 2) or not (value or cfg.data):
+        raise ValueError("--infill takes PREFIX and SUFFIX, or nothing and --data FILE with rows of prompt and suffix")
+    pairs, folder = [value] if value else [], cfg.out if cfg.model == "tiny" else cfg.model
+    for number, line in enumerate([] if value else Path(cfg.data).read_bytes().split(b"\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+            pairs += [[row["prompt"] + "", row["suffix"] + ""]] if row is not None else []
+        except (ValueError, TypeError, LookupError):
+            raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt and suffix") from None
+    if not pairs:
+        raise ValueError(f"{cfg.data} has no rows")
+    model, tokenizer = load(folder, cfg, training=False)
+    model, totals = enter_stage(model, METHOD, folder, cfg).train(False), collections.Counter()
+    hole, generator = [cfg.mask_id] * cfg.max_new_tokens, torch.Generator().manual_seed(cfg.seed)
+    suppress_ids = [i for i in (cfg.eos_id, cfg.turn_end_id) if i is not None]
+    for prefix, suffix in pairs:
+        prefix_ids, suffix_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prefix, suffix))
+        prompt_ids = torch.tensor([prefix_ids], dtype=torch.int64, device=cfg.device)
+        canvas_ids, clock = torch.tensor([hole + suffix_ids]), time.time()
+        seq_ids, record = generate(model, prompt_ids, cfg, None, generator, canvas_ids, (), suppress_ids)
+        new_ids = seq_ids[0, len(prefix_ids) : len(prefix_ids) + len(hole)]
+        print(f"{prefix}[{tokenizer.decode(new_ids)}]{suffix}")
+        totals.update(rows=1, new_tokens=len(hole), forwards=record["forwards"], seconds=time.time() - clock)
+    totals["tokens_per_forward"] = round(totals["new_tokens"] / totals["forwards"], 3)
+    print(json.dumps({"method": METHOD, "infill": cfg.mode, **totals}))
+
+
+# flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
+OWN_FLAGS = {"infill": (dict(nargs="*", metavar="TEXT", help=infill.__doc__), infill)}
+
+# ========================================================= frame: the same text in all five scripts, compared by a test
+# Data, the built-in backbone, plain AR as the baseline, the optimiser loop, checkpoints, the command line.
+
+Stage = collections.namedtuple("Stage", "name steps lr pack draw build loss")  # of training; see `fit` and `stages`
+
+
+def padded_len(rows, cfg):
+    """Columns for these rows; on CUDA a multiple of 128: few lengths, few compilations."""
+    longest = max(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows)
+    return -(-longest // 128) * 128 if cfg.device.startswith("cuda") else longest
+
+
+def keep_short(rows, cfg):
+    """Rows of at most max_len tokens; the others are dropped, not cut, and counted on stderr."""
+    short = [row for row in rows if len(row["prompt_ids"]) + len(row["answer_ids"]) <= cfg.max_len]
+    if not short:
+        raise ValueError(f"all {len(rows)} rows are longer than max_len {cfg.max_len}")
+    if n_long := len(rows) - len(short):
+        print(f"{n_long} of {len(rows)} rows are longer than max_len {cfg.max_len}: dropped", file=sys.stderr)
+    return short
+
+
+def no_draws(batch, cfg, generator):
+    """Plain AR has no noise."""
+
+
+def make_ar_inputs(batch, draws, cfg):
+    """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
+    T = padded_len(batch, cfg)
+    input_ids, labels = torch.full((len(batch), T), cfg.eos_id), torch.full((len(batch), T), -100)
+    for i, row in enumerate(batch):
+        P, ids = len(row["prompt_ids"]), torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        input_ids[i, : len(ids)], labels[i, P - 1 : len(ids) - 1] = ids, ids[P:]
+    return {"input_ids": input_ids, "labels": labels, "weights": (labels != -100) / (labels != -100).sum()}
+
+
+def ar_loss(model, inputs, cfg):
+    """Mean next-token loss over the answer tokens of the whole batch. Returns (loss, logs)."""
+    (B, T), device = inputs["input_ids"].shape, inputs["input_ids"].device
+    positions = torch.arange(T, device=device).expand(B, T)
+    hidden = walk(model, inputs["input_ids"], positions, build_mask(causal(), 1, T, T, device))
+    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
+
+
+def tiny_backbone(cfg):
+    """A small Qwen3 of random weights, and a tokenizer whose tokens are the words and digits of the built-in task."""
+    pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
+    words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
+    vocab = {word: i for i, word in enumerate(special + words)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec = {
+        "version": "1.0",
+        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tokenizer.json")
+        file.write_text(json.dumps(spec))
+        names = {"eos_token": "<eos>", "mask_token": "<mask>", "unk_token": "<unk>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
+    torch.manual_seed(cfg.seed)
+    config = Qwen3Config(
+        vocab_size=len(vocab), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
+        mask_token_id=1, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def load(name, cfg, training):
+    """(backbone, tokenizer) of a Hub id, a folder or `tiny`; sets cfg.mask_id, cfg.eos_id and cfg.vocab_len.
+
+    Weights are float32 while training (bfloat16 enters by autocast), else cfg.dtype. A backbone to be trained that has
+    no mask token gets one: a spare row of its embedding if there is one, else a new row near the mean of the others.
+    Raises ValueError, one line, for whatever cannot be loaded or has no mask or EOS token.
+    """
+    try:
+        if name == "tiny":
+            backbone, tokenizer = tiny_backbone(cfg)
+        else:
+            tokenizer = load_tokenizer(name)
+            backbone = load_backbone(name, torch.float32 if training else getattr(torch, cfg.dtype))
+    except Exception as error:
+        raise ValueError(f"cannot load model {name!r}: {' '.join(str(error).split())[:300]}") from error
+    mask_id, known = getattr(backbone.config, "mask_token_id", None), tokenizer.get_vocab()
+    for word in (tokenizer.mask_token, "<|mask|>", "|<MASK>|", "<|mdm_mask|>"):
+        mask_id = known.get(word) if mask_id is None else mask_id
+    mask_id = spare_mask_id(backbone, tokenizer) if mask_id is None else mask_id
+    if mask_id is None and training:
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+        mask_id = tokenizer.mask_token_id
+        if mask_id >= backbone.get_input_embeddings().num_embeddings:
+            torch.manual_seed(cfg.seed)
+            backbone.resize_token_embeddings(mask_id + 1)
+    cfg.mask_id, cfg.eos_id, cfg.vocab_len = mask_id, tokenizer.eos_token_id, len(tokenizer)
+    if cfg.mask_id is None or cfg.eos_id is None:
+        raise ValueError(f"model {name!r} has no {'mask' if cfg.mask_id is None else 'EOS'} token")
+    if cfg.mask_id == cfg.eos_id:
+        raise ValueError(f"mask and EOS must be two tokens, model {name!r} has {cfg.eos_id} for both")
+    backbone.config.mask_token_id = cfg.mask_id
+    backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
+    return prepare(backbone.to(cfg.device)), tokenizer
+
+
+def read_problems(cfg):
+    """(training, held-out) problems, each (messages, answer). Held out: the last cfg.problems rows, at most half."""
+    pairs, problems = (("prompt", "response"), ("question", "answer"), ("query", "response")), []
+    if not cfg.data:  # a dict: each prompt once, so that what is held out is unseen
+        rng = random.Random(cfg.seed)
+        texts = dict(problem(rng) for _ in range(6000 + cfg.problems))
+        problems = [([{"role": "user", "content": prompt}], answer) for prompt, answer in texts.items()]
+    for number, line in enumerate(Path(cfg.data).read_bytes().split(b"\n") if cfg.data else [], 1):
+        try:
+            row = json.loads(line) if line.strip() else {"messages": None}
+            names = next((pair for pair in pairs if pair[0] in row), ("", ""))
+            messages = row["messages"] if "messages" in row else [
+                {"role": role, "content": row[name]} for role, name in zip(("user", "assistant"), names)]  # fmt: skip
+            if messages:
+                assert messages[-1]["role"] == "assistant" and all(isinstance(m["content"], str) for m in messages)
+                problems.append((messages[:-1], messages[-1]["content"]))
+        except (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError):
+            raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt/response, question/answer, "
+                             "query/response or messages that end with the assistant's") from None  # fmt: skip
+    if not problems:
+        raise ValueError(f"{cfg.data} has no rows")
+    held_out = min(cfg.problems, max(len(problems) // 2, 1))
+    return problems[:-held_out] or problems, problems[-held_out:]
+
+
+def encode(tokenizer, messages, answer=""):
+    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
+    else:
+        text = "\n".join(message["content"] for message in messages)
+    prompt_ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return {"prompt_ids": prompt_ids, "answer_ids": [*answer_ids, tokenizer.eos_token_id]}
+
+
+def write_folder(out, write):
+    """Let write(folder) fill a folder beside `out`, fsync, rename: each file is replaced whole, the weights last."""
+    out, tmp = Path(out), Path(f"{out}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    write(tmp)
+    files = [path for path in tmp.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: path.name == "model.safetensors")
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    if out.exists():
+        for path in files:
+            (out / path.relative_to(tmp)).parent.mkdir(exist_ok=True)
+            os.replace(path, out / path.relative_to(tmp))
+        shutil.rmtree(tmp)
+    else:
+        tmp.rename(out)
+
+
+def save_plain(backbone, tokenizer, folder):
+    """A Hugging Face folder and nothing else."""
+    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
+
+
+def save(model, tokenizer, cfg, stage, step, tensors):
+    """A Hugging Face folder in cfg.out, with settings.json and the training state, which alone is enough to resume."""
+
+    def write(folder):
+        save_file(tensors, folder / "training_state.safetensors", metadata={"stage": stage, "step": str(step)})
+        (folder / "settings.json").write_text(json.dumps({"method": METHOD, **dataclasses.asdict(cfg)}, indent=1))
+        tokenizer.save_pretrained(folder)
+        save_method(model, folder, cfg)
+
+    write_folder(cfg.out, write)
+
+
+def read_state(folder):
+    """(stage, step, tensors) of the last save. Raises ValueError where there is none."""
+    try:
+        with safe_open(Path(folder, "training_state.safetensors"), "pt") as file:
+            meta = file.metadata()
+            return meta["stage"], int(meta["step"]), {key: file.get_tensor(key) for key in file.keys()}
+    except Exception as error:
+        raise ValueError(f"nothing to resume in {folder}: {error}") from error
+
+
+def batch_at(rows, step, size, seed):
+    """The `size` rows of a step, from the seed alone: each pass over the data has a permutation of its own."""
+
+    def order(epoch):
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+    picks = range(step * size, (step + 1) * size)
+    orders = {epoch: order(epoch) for epoch in {i // len(rows) for i in picks}}
+    return [rows[orders[i // len(rows)][i % len(rows)]] for i in picks]
+
+
+def ranks(cfg):
+    """(rank, world size): (0, 1), or torchrun's, with the process group started and this rank's device chosen."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        if cfg.device.startswith("cuda"):
+            cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(cfg.device)
+        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def shard(model, stage, cfg):
+    """A copy of the model, sharded by FSDP2 layer by layer; its forward is the loss: there the sharding hooks stand."""
+    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    live = copy.deepcopy(model).to(cfg.device)
+    live.forward = types.MethodType(lambda self, inputs: stage.loss(self, inputs, cfg), live)
+    for module in [*live.modules()]:
+        if hasattr(module, "input_layernorm"):
+            fully_shard(module, mp_policy=policy)
+    return fully_shard(live, mp_policy=policy)
+
+
+def whole(tensor):
+    """A tensor, or all of a sharded one."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
+
+
+def fit(model, tokenizer, stage, rows, cfg, state=None):
+    """One stage of training: AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
+
+    Step s takes its rows and its noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's
+    weights are set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
+    """
+    rank, world = ranks(cfg)
+    start, tensors = state[1:] if state and state[0] == stage.name else (0, {})
+    for name, p in model.named_parameters():
+        p.data.copy_(tensors.get(f"param.{name}", p))
+    live = shard(model, stage, cfg) if world > 1 else model
+    names = {name: p for name, p in live.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(names.values(), stage.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    for name, p in names.items() if tensors else ():
+        pair = {key: tensors[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        if world > 1:
+            pair = {key: distribute_tensor(value, p.device_mesh, p.placements) for key, value in pair.items()}
+        optimizer.state[p] = {"step": torch.tensor(float(start)), **pair}
+    stopped, losses, tokens, clock, parts = [], [], 0, time.time(), cfg.accumulation * world
+    usual = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))  # Ctrl-C: finish the step, save, go
+    autocast = torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    title = f"{METHOD}: {stage.name}"
+    bar = tqdm(range(start, stage.steps), title, initial=start, total=stage.steps, mininterval=1, disable=rank > 0)
+    live.train()
+    try:
+        for step in bar:
+            generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
+            batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
+            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
+            for part in range(rank, parts, world):
+                micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
+                with autocast:
+                    part_loss, logs = live(micro) if world > 1 else stage.loss(model, micro, cfg)
+                (part_loss * world).backward()  # sharded gradients are means over the ranks
+                loss += part_loss.item()
+            if world > 1:
+                total = torch.tensor([loss, len(stopped)], dtype=torch.float64, device=cfg.device)
+                dist.all_reduce(total)
+                loss, stopped = total[0].item(), [True] * int(total[1])
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"loss {loss} at step {step} of stage {stage.name}; the last save stays")
+            torch.nn.utils.clip_grad_norm_(names.values(), cfg.clip)
+            rate = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / stage.steps)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = stage.lr * min(rate, (step + 1) / max(cfg.warmup * stage.steps, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+            bar.set_postfix(loss=f"{loss:.3f}", **logs, tok_s=f"{tokens / (time.time() - clock):,.0f}", refresh=False)
+            if stopped or step + 1 == stage.steps or (step + 1) % cfg.save_every == 0:
+                for (_, p), (_, q) in zip(model.named_parameters(), live.named_parameters() if world > 1 else ()):
+                    p.data.copy_(whole(q))
+                held = {f"param.{name}": whole(p) for name, p in names.items()}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    held |= {f"{key}.{name}": whole(optimizer.state[p][key]) for name, p in names.items()}
+                if rank == 0:
+                    save(model, tokenizer, cfg, stage.name, step + 1, held)
+            if stopped:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    return losses
+
+
+def train(cfg, resume):
+    """All stages of training, into cfg.out. What the AR stage gives stays in cfg.out/ar as the baseline."""
+    held = read_settings(cfg.out)
+    if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
+        raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
+    state = read_state(cfg.out) if resume else None
+    model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
+    rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
+    todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if state:
+        todo = todo[[stage.name for stage in todo].index(state[0]) :]
+    for stage in todo:
+        here = state is not None and state[0] == stage.name
+        model = enter_stage(model, stage.name, cfg.out if here else None, cfg)
+        losses = fit(model, tokenizer, stage, stage.pack(rows, cfg), cfg, state)
+        if losses:
+            print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+        if stage.name == "ar" and ranks(cfg)[0] == 0:
+            save_plain(model, tokenizer, f"{cfg.out}/ar")
+
+
+def trim(ids, cfg):
+    """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
+    ids = ids.tolist()[: cfg.max_new_tokens]
+    return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
+
+
+def trace(tokenizer, ids, record):
+    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
+
+    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
+    """
+    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
+    fixed = record["fixed_round"][: len(ids)]
+
+    def entry(turn, i):
+        if fixed[i] <= turn:
+            return tokenizer.decode([ids[i]]), fixed[i], False
+        draft = rejected.get((turn, i))
+        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
+
+    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
+
+
+def show_trace(rounds):
+    """One line a round; on a terminal coloured by the round that fixed a token, struck through where a draft fell."""
+    for number, row in enumerate(rounds, 1):
+        if sys.stdout.isatty():
+            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
+            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
+        else:
+            words = [f"~{text}~" if struck else text for text, n, struck in row]
+        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"))
+
+
+def trace_svg(rounds):
+    """The same as one self-contained picture (text of an SVG file)."""
+    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
+    for number, row in enumerate(rounds, 1):
+        spans = ""
+        for text, n, struck in row:
+            line = 'text-decoration="line-through"' if struck else ""
+            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
+        spans = spans.replace("\n", "⏎")
+        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
+        width = max(width, 12 + sum(len(text) for text, _, _ in row))
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
+
+
+def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
+    """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
+    outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
+    rank, world = ranks(cfg)
+    for number, (messages, reference) in enumerate(problems[rank::world]):
+        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
+        if number == 0 and cfg.device.startswith("cuda"):
+            run(model, prompt_ids, cfg, decoder, generator)  # compiles and captures, outside the clock
+        clock = time.time()
+        seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
+        outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
+        seconds += time.time() - clock
+        forwards += record["forwards"]
+        text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
+        right += reference is not None and is_right(messages[-1]["content"], text, reference)
+        if number < shown:
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            if show and "trace" in show:
+                show_trace(trace(tokenizer, outputs[-1], record))
+            if show and "trace_svg" in show and number == 0:
+                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, (outputs, forwards, seconds, right))
+        outputs, forwards, right = (sum((part[i] for part in every), start) for i, start in ((0, []), (1, 0), (3, 0)))
+        seconds = max(part[2] for part in every)
+    new_tokens = sum(map(len, outputs))
+    return {"label": label, "problems": len(problems), "new_tokens": new_tokens, "forwards": forwards,
+            "tokens_per_forward": round(new_tokens / max(forwards, 1), 3), "tok_s": round(new_tokens / seconds, 1),
+            "right": right if problems[0][1] is not None else None, "outputs": outputs}  # fmt: skip
+
+
+def compare(cfg, folder, prompts, show):
+    """Decode held-out problems (or the prompts) by the method and by plain AR in one run; last line of stdout: JSON."""
+    model, tokenizer = load(folder, cfg, training=False)
+    baseline = load(f"{folder}/ar", cfg, training=False)[0] if Path(folder, "ar").exists() else None
+    model = enter_stage(model, METHOD, folder, cfg).train(False)
+    problems = [([{"role": "user", "content": prompt}], None) for prompt in prompts] or read_problems(cfg)[1]
+    lengths = [len(encode(tokenizer, messages)["prompt_ids"]) for messages, _ in problems]
+    if min(lengths) == 0 or max(lengths) > cfg.max_len:
+        raise ValueError(f"prompts must have 1 to max_len = {cfg.max_len} tokens, not {min(lengths)} to {max(lengths)}")
+    table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
+    for label, run in decoders(cfg):
+        decoder = new_decoder(model, max(lengths), cfg)
+        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else None))
+    label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
+    decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
+    table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))
+    ar = dict(table[-1])
+    for row in table:
+        same = sum(ids == ar_ids for ids, ar_ids in zip(row.pop("outputs"), ar["outputs"]))
+        row |= {"x_ar": round(row["tok_s"] / ar["tok_s"], 2), "same_as_ar": same}
+        right = "" if row["right"] is None else f" | {row['right']}/{row['problems']} right"
+        print(f"{row['label']}: new_tokens {row['new_tokens']} | forwards {row['forwards']} | tokens_per_forward "
+              f"{row['tokens_per_forward']:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']:.2f} x AR"
+              f" | {same}/{row['problems']} same as AR{right}")  # fmt: skip
+    print(json.dumps({"method": METHOD, "device": cfg.device, "dtype": cfg.dtype, "rows": table}))
+
+
+def read_settings(folder):
+    """What a folder of ours was trained with, or {}. Raises ValueError where the file is not what `save` wrote."""
+    file = Path(folder, "settings.json")
+    held = json.loads(file.read_bytes()) if file.is_file() else {}
+    fields = dataclasses.fields(Config)
+    if type(held) is not dict or not all(isinstance(held.get(f.name, f.default), f.type) for f in fields):
+        raise ValueError(f"{file} is not a settings file of this script")
+    return held
+
+
+def check_common(cfg):
+    """Raise ValueError, one line, for common settings that cannot work."""
+    for name in ("batch_size", "accumulation", "max_len", "max_new_tokens", "problems", "save_every"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(cfg, name)}")
+    if cfg.batch_size % cfg.accumulation:
+        raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
+    if cfg.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
+        raise ValueError(f"there is no device {cfg.device} here")
+
+
+def usage_error(message):
+    print(f"{METHOD}.py: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+
+def parse(argv):
+    """(args, cfg). A flag wins over what a folder was trained with, that over what `tiny` changes, that over Config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: sys.exit(usage_error(message))
+    for flag in ("train", "generate", "resume", "trace"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--prompt", action="append", default=[])
+    parser.add_argument("--trace-svg", metavar="FILE", help="the first decode, round by round, as a picture")
+    for flag, (kind, _) in OWN_FLAGS.items():
+        parser.add_argument(f"--{flag}", **kind)
+    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
+    for field in fields:
+        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else {"type": field.type}
+        parser.add_argument(f"--{field.name}", help=f"default {field.default}", **kind)
+    args = vars(parser.parse_args(argv))
+    given = {field.name: args[field.name] for field in fields if args[field.name] is not None}
+    held = read_settings(given.get("out", Config.out) if args["resume"] else given.get("model", ""))
+    mine = () if args["resume"] else ("model", "out", "device", "dtype", "compile")  # of a machine, not of a model
+    base = {field.name: held[field.name] for field in fields if field.name in held and field.name not in mine}
+    return args, Config(**((base or (TINY if given.get("model", "tiny") == "tiny" else {})) | given))
+
+
+def main(argv=None):
+    """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
+    try:
+        args, cfg = parse(argv)
+        own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]
+        if not (args["train"] or args["generate"] or own):
+            raise ValueError("nothing to do: say --train, --generate or both")
+        check_common(cfg)
+        check(cfg)
+        if ranks(cfg)[0] > 0:
+            sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+        if args["train"]:
+            train(cfg, args["resume"])
+            if dist.is_initialized():
+                dist.barrier()  # what rank 0 saved is there for all
+        if args["generate"]:
+            show = {name: args[name] for name in ("trace", "trace_svg") if args[name]}
+            compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], show)
+        for run, value in own:
+            run(cfg, value)
+    except (ValueError, OSError) as error:
+        return usage_error(error)
+    except FloatingPointError as error:
+        print(f"{METHOD}.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{METHOD}.py: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
