@@ -50,7 +50,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -531,8 +530,9 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
     prompt_ids (1, P) int64; canvas_ids (1, R) what follows, masks among it: max_new_tokens masks if None, a hole and a
     fixed suffix for infilling; stop_ids end the text (None: EOS and the end of a turn), suppress_ids are never written;
     decoder: of new_decoder. Returns (seq_ids (1, P+R), record), everything behind the first stop token being EOS.
-    record: forwards (diffusion LM), aux_forwards (AR model), rounds, fixed_round (R,), -1 where nothing was masked, and
-    trace: per round [block, tokens written] of each block, or [positions, positions where the AR model disagreed].
+    record: forwards (diffusion LM), aux_forwards (AR model), rounds, fixed_round (R,), -1 where nothing was masked;
+    rejected, vetoed drafts as (round, index among the R, token id); trace: per round [block, tokens written] of each
+    block, or [positions, positions where the AR model disagreed].
     Raises ValueError for a batch, or a known token on the canvas that the AR model does not know as such.
     """
     check(cfg)
@@ -544,7 +544,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
         raise ValueError(f"token {alien[0]} on the canvas is none that both models know")
     ids, stop_ids = prompt_ids[0].tolist() + canvas, {cfg.eos_id, cfg.turn_end_id} if stop_ids is None else stop_ids
     dlm, aux = (part.reset() for part in decoder or new_decoder(model, origin, cfg, len(canvas)))
-    fixed_round, trace, rounds = [-1] * len(ids), [], 0
+    fixed_round, rejected, trace, rounds = [-1] * len(ids), [], [], 0
     while blocks := candidates(ids, origin, cfg, stop_ids):
         # propose: a marginal for every mask of the candidate blocks, from one forward of the diffusion LM
         proposal = propose(model, dlm, ids, origin, blocks, cfg, suppress_ids)
@@ -574,13 +574,15 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
             for p, token in zip(positions, tokens.tolist()):
                 ids[p], fixed_round[p] = token, rounds
             trace.append([positions, disagreed] if block_idx is None else [block_idx, len(positions)])
+        vetoed = (p for p in disagreed if fixed_round[p] < 0)
+        rejected += [(rounds, p - origin, draft_ids[proposal.row[p]].item()) for p in vetoed]
         rounds += 1
     end = next((p for p in range(origin, len(ids)) if ids[p] in stop_ids), len(ids))
     for p in range(end + 1, len(ids)):
         fixed_round[p] = rounds - 1 if ids[p] == cfg.mask_id else fixed_round[p]
         ids[p] = cfg.eos_id
     record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, fixed_round=fixed_round[origin:],
-                  trace=trace)  # fmt: skip
+                  rejected=rejected, trace=trace)  # fmt: skip
     return torch.tensor([ids], device=prompt_ids.device), record
 
 
@@ -589,18 +591,21 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
 
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; Dream's checkpoints are Qwen2, weight names included, under a name of their own."""
-    fields = PretrainedConfig.get_config_dict(name)[0]
-    if fields.get("model_type") != "Dream":
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    config = Qwen2Config(**{key: value for key, value in fields.items() if key not in ("auto_map", "model_type")})
-    return Qwen2ForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+    keys, fields = dict(dtype=dtype, use_safetensors=True), PretrainedConfig.get_config_dict(name)[0]
+    if fields.get("model_type") == "Dream":
+        remote = ("auto_map", "architectures", "model_type")
+        keys["config"] = Qwen2Config(**{key: value for key, value in fields.items() if key not in remote})
+    safe = {"trust_remote_code": False, "output_loading_info": True}
+    backbone, info = AutoModelForCausalLM.from_pretrained(name, **keys, **safe)
+    if info["missing_keys"]:  # the library would fill them with random numbers
+        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys'])[:3])}")
+    return backbone
 
 
 def load_tokenizer(name):
     """A Hugging Face tokenizer; Dream's is Qwen2's, under a name of its own."""
-    fields = PretrainedConfig.get_config_dict(name)[0]
-    kind = Qwen2Tokenizer if fields.get("model_type") == "Dream" else AutoTokenizer
-    return kind.from_pretrained(name, trust_remote_code=False)
+    is_dream = PretrainedConfig.get_config_dict(name)[0].get("model_type") == "Dream"
+    return (Qwen2Tokenizer if is_dream else AutoTokenizer).from_pretrained(name, trust_remote_code=False)
 
 
 def load_aux(name, cfg, dtype):
