@@ -9,7 +9,7 @@ Differs       from plain AR: 1. attention is full inside a block  2. the input i
               token at i is read from the logits at i-1.
 Implements    block-aligned packing -> pack; complementary masks -> make_training_inputs; masked loss with token shift
               -> training_loss; block cache, sub-blocks, threshold, DualCache -> generate, generate_batch
-Left out      likelihood scoring of benchmark answers; multi-turn labels (only the last answer is learnt)
+Left out      likelihood scoring of benchmark answers; labels on earlier turns and on the newline behind the stop token
 Not as in     the published code: an aligned sample gets no extra pad block; a prompt of exactly D tokens is prefilled;
               the mask token is never an output; in batches, rows stop at a stop token that a commit gives, take their
               first token from the commit wherever their prompt ends, and are sampled each on its own
@@ -21,8 +21,8 @@ import argparse
 import collections
 import copy
 import dataclasses
-import html
 import functools
+import html
 import json
 import math
 import os
@@ -114,8 +114,8 @@ class Config:
 
 
 # what `--model tiny` changes
-TINY = dict(steps=500, ar_steps=350, batch_size=32, lr=3e-3, ar_lr=3e-3, warmup=0.02, lr_floor=0.0, beta2=0.95,
-            max_len=80, max_new_tokens=32, block_size=8, sub_block_size=4)  # fmt: skip
+TINY = dict(steps=300, ar_steps=350, batch_size=48, lr=3e-3, ar_lr=3e-3, warmup=0.02, lr_floor=0.0, beta2=0.95,
+            max_len=40, max_new_tokens=32, block_size=8, sub_block_size=4)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template: Qwen2.5's default  [code]
 
 
@@ -408,8 +408,8 @@ def generate_batch(model, prompts, cfg, generator=None):
             takes = is_new[rows, start + D] & goes_on  # the others go on with their prompt, or leave
             seq_ids[rows[takes], start + D] = next_ids[takes]
     texts = []
-    for row, P in zip(seq_ids, prompt_lens.tolist()):
-        ends = ((row == cfg.eos_id) & is_new[len(texts)]).nonzero()[:1, 0].tolist()
+    for row, new in zip(seq_ids, is_new):
+        ends = ((row == cfg.eos_id) & new).nonzero()[:1, 0].tolist()
         texts.append(row[: ends[0] + 1] if ends else row[row != cfg.mask_id])
     return texts, {"forwards": decoder.forwards, "calls": calls}
 
@@ -423,12 +423,15 @@ OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument
 def load_backbone(name, dtype):
     """A Hugging Face causal LM. The released layout is Qwen2 under another name and is read as such, no remote code."""
     held = Qwen2Config.get_config_dict(name)[0]
-    kwargs = dict(dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    kwargs = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     if held.get("model_type") == "Fast_dLLM_Qwen":
         foreign = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version")
         held = {key: value for key, value in held.items() if key not in foreign}
         kwargs["config"] = Qwen2Config(**held | {"pad_token_id": None})  # theirs is EOS, which would get no gradient
-    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    backbone, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+    if info["missing_keys"]:  # the library would fill them with random numbers
+        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys'])[:3])}")
+    return backbone
 
 
 def load_tokenizer(name):
@@ -816,6 +819,8 @@ def train(cfg, resume):
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
     todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if not state and todo[:1] and todo[0].name != "ar":
+        shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
     if state:
         todo = todo[[stage.name for stage in todo].index(state[0]) :]
     for stage in todo:
@@ -852,10 +857,11 @@ def trace(tokenizer, ids, record):
 
 
 def show_trace(rounds):
-    """One line a round; on a terminal coloured by the round that fixed a token and struck through where a draft fell."""
+    """One line a round; on a terminal coloured by the round that fixed a token, struck through where a draft fell."""
     for number, row in enumerate(rounds, 1):
         if sys.stdout.isatty():
-            words = [text if n is None else f"\033[{'9;' * struck}{31 + n % 6}m{text}\033[0m" for text, n, struck in row]
+            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
+            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
         else:
             words = [f"~{text}~" if struck else text for text, n, struck in row]
         print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"))
@@ -865,13 +871,15 @@ def trace_svg(rounds):
     """The same as one self-contained picture (text of an SVG file)."""
     colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
     for number, row in enumerate(rounds, 1):
-        texts = [(html.escape(text.replace("\n", "⏎")), n, struck) for text, n, struck in row]
+        spans = ""
+        for text, n, struck in row:
+            line = 'text-decoration="line-through"' if struck else ""
+            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
+        spans = spans.replace("\n", "⏎")
+        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
         width = max(width, 12 + sum(len(text) for text, _, _ in row))
-        spans = [f'<tspan fill="{"#999" if n is None else colours[n % 6]}"{" text-decoration=\'line-through\'" * struck}>'
-                 f"{text}</tspan>" for text, n, struck in texts]  # fmt: skip
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {"".join(spans)}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}"'
-    return "\n".join([f'{head} font-family="monospace" font-size="14">', *lines, "</svg>"]) + "\n"
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -890,7 +898,7 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
                 show_trace(trace(tokenizer, outputs[-1], record))
             if show and "trace_svg" in show and number == 0:
@@ -918,7 +926,7 @@ def compare(cfg, folder, prompts, show):
     table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
     for label, run in decoders(cfg):
         decoder = new_decoder(model, max(lengths), cfg)
-        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, {} if table else show))
+        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else None))
     label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
     decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
     table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))

@@ -223,9 +223,11 @@ def test_decoding_equals_the_published_implementation(model, case, monkeypatch):
 @pytest.fixture(scope="module")
 def random_model():
     torch.manual_seed(5)
-    config = Qwen2Config(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=1, initializer_range=0.4, tie_word_embeddings=True, pad_token_id=None,
-                         bos_token_id=None, eos_token_id=None)  # fmt: skip
+    config = Qwen2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.4, tie_word_embeddings=True, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
     return Qwen2ForCausalLM(config).eval()
 
 
@@ -592,6 +594,15 @@ def test_noise_is_drawn_per_block():
     assert torch.equal(draws["u"], torch.rand(4000, 8, generator=generator))
     masked = (make_training_inputs(batch, draws, cfg)["labels"][:, 0] != -100).float().view(4000, 8).mean(1)
     assert abs(masked.mean() - 0.5) < 0.02 and (masked - draws["t"]).abs().mean() < 0.15 < masked.std()
+
+
+def test_a_token_is_masked_where_u_is_below_p():
+    """p = (1 - 1e-3) t + 1e-3, strictly below."""
+    u = torch.tensor([0.0, 9e-4, 1e-3, 2e-3, 0.5, 0.5004, 0.501, 1])
+    batch = [{"input_ids": [1] * 16, "labels": [1] * 16}]
+    draws = {"t": torch.tensor([0.0, 0.5]), "u": u.repeat(2, 1)}
+    labels = make_training_inputs(batch, draws, settings())["labels"]
+    assert (labels[0, 0] != -100).tolist() == [True] * 2 + [False] * 6 + [True] * 6 + [False] * 2
 
 
 def noisy_logits(model, inputs, cfg):
