@@ -448,6 +448,7 @@ def test_sampling_draws_from_the_nucleus():
         probs = expected if confidence == "nucleus" else logits[0].softmax(-1)
         assert (conf[0] - probs[draws[0]]).abs().max() < 1e-6
     assert torch.equal(fastdllm_v2.nucleus(logits, 0.01, 0.95), F.one_hot(logits.argmax(-1), 8).float())
+    assert (fastdllm_v2.nucleus(torch.zeros(4), 1.0, 0.5) > 0).sum() == 3, "mass before it exactly top_p: kept"
 
 
 def test_sampling_repeats_with_the_seed_and_greedy_ignores_it(random_model):
