@@ -188,7 +188,7 @@ def link_vocabularies(tokenizer, aux_tokenizer, cfg):
     """
     ours, theirs = (t.convert_ids_to_tokens(list(range(len(t)))) for t in (tokenizer, aux_tokenizer))
     vocab_len = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-    # the tokens added to a vocabulary (mask, tags) may differ, its text may not
+    # tokens added to a vocabulary (mask, tags) may differ, its text may not; a mask may be its last entry
     if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
         raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
     known = aux_tokenizer.get_vocab()
@@ -208,6 +208,13 @@ def shared_logits(model, logits, suppress_ids=()):
     logits = logits[..., : model.link["vocab_len"]].float()
     unsaid = [*model.link["banned_ids"], *suppress_ids]
     return logits.index_fill(-1, torch.tensor(unsaid, device=logits.device), -torch.inf) if unsaid else logits
+
+
+def check_known(model, token_ids):
+    """Raise ValueError for a token (n,) int64 that is not text to both models."""
+    unsaid = torch.tensor(model.link["banned_ids"], dtype=torch.int64, device=token_ids.device)
+    if len(alien := token_ids[(token_ids >= model.link["vocab_len"]) | torch.isin(token_ids, unsaid)]):
+        raise ValueError(f"token {alien[0]} is no text to both models")
 
 
 def soft_embed(model, probs, cfg):
@@ -318,8 +325,7 @@ def block_nll(model, inputs, cfg):
     used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
     row_idx, pos, labels = used.nonzero()[:, 0], inputs["block_pos"][used], inputs["block_ids"][used]  # (m,), (m, B)
     is_known = input_ids[row_idx[:, None], pos] != cfg.mask_id
-    if len(alien := labels[labels >= model.link["vocab_len"]]):
-        raise ValueError(f"token {alien[0]} of a training row is none that both models know")
+    check_known(model, labels.flatten())
     with torch.no_grad():
         positions = torch.arange(S, device=device).expand(n, S)
         hidden = walk(model.backbone, input_ids, positions, build_mask(full(), 1, S, S, device))
@@ -540,8 +546,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
         raise ValueError(f"CoDiLA decodes one prompt, not {prompt_ids.shape[0]}")
     origin, link = prompt_ids.shape[1], model.link
     canvas = [cfg.mask_id] * cfg.max_new_tokens if canvas_ids is None else canvas_ids[0].tolist()
-    if alien := [i for i in canvas if i != cfg.mask_id and i >= link["vocab_len"]]:
-        raise ValueError(f"token {alien[0]} on the canvas is none that both models know")
+    check_known(model, torch.tensor([i for i in canvas if i != cfg.mask_id], dtype=torch.int64))
     ids, stop_ids = prompt_ids[0].tolist() + canvas, {cfg.eos_id, cfg.turn_end_id} if stop_ids is None else stop_ids
     dlm, aux = (part.reset() for part in decoder or new_decoder(model, origin, cfg, len(canvas)))
     fixed_round, rejected, trace, rounds = [-1] * len(ids), [], [], 0
@@ -1083,6 +1088,8 @@ def train(cfg, resume):
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
     todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if not state and todo[:1] and todo[0].name != "ar":
+        shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
     if state:
         todo = todo[[stage.name for stage in todo].index(state[0]) :]
     for stage in todo:
@@ -1160,7 +1167,7 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
                 show_trace(trace(tokenizer, outputs[-1], record))
             if show and "trace_svg" in show and number == 0:

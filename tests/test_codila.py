@@ -485,9 +485,10 @@ def test_cached_writing_equals_recomputing(model, known):
     assert torch.equal(codila.write_block(model, padded, view, len(known) - 1, cfg, (), None), written)
 
 
+@pytest.mark.parametrize("suppress_ids", [(), tuple(range(0, META["shared_vocab"], 2))])
 @torch.no_grad()
-def test_a_block_knows_nothing_of_its_neighbours(model):
-    """The AR model reads a block's marginals only, alone or packed with other blocks."""
+def test_a_block_knows_nothing_of_its_neighbours(model, suppress_ids):
+    """The AR model reads a block's marginals only, alone or packed with others; it agrees with its own writing."""
     cfg, draft_seed = Config(**PLAIN, block_size=4), torch.Generator().manual_seed(5)
     views = [random_view([False] * 4, seed) for seed in range(5)]
     drafts = torch.randint(META["shared_vocab"], (5, 4), generator=draft_seed)
@@ -500,12 +501,12 @@ def test_a_block_knows_nothing_of_its_neighbours(model):
         own = torch.stack([own_choice(n) if n % 2 else drafts[n] for n in order]).flatten()
         proposal = codila.Proposal(spans, row, None, probs, None)
         aux, ids = Decoder(model.aux_model, 9 * len(order)), [META["mask_id"]] * (4 * len(order))
-        no = set(codila.review(model, aux, proposal, own, ids, cfg, ()))
+        no = set(codila.review(model, aux, proposal, own, ids, cfg, suppress_ids))
         assert aux.forwards == 1
         return {n: [4 * i + j in no for j in range(4)] for i, n in enumerate(order)}
 
     def own_choice(n):
-        return codila.write_block(model, Decoder(model.aux_model, 9), views[n], 3, cfg, (), None)
+        return codila.write_block(model, Decoder(model.aux_model, 9), views[n], 3, cfg, suppress_ids, None)
 
     alone = {n: verdict([n])[n] for n in range(5)}
     assert not any(map(any, (alone[1], alone[3]))) and any(map(any, (alone[0], alone[2], alone[4])))
@@ -661,7 +662,9 @@ def test_the_longest_prefix_is_searched_to_its_end():
     cfg, entropy = Config(tau=0.5, block_size=3), {0: 0.4, 1: 0.7, 2: 0.4, 3: 0.1, 4: 0.2, 5: 9.0}
     assert codila.select_prefix({0: [0, 1, 2], 1: [3, 4, 5]}, entropy, cfg) == [(0, [0, 1, 2])]
     assert codila.select_prefix({0: [0, 1], 1: [3, 4, 5]}, entropy, cfg) == [(1, [3, 4])]
-    assert codila.select_prefix({0: [1, 5], 1: [2]}, entropy, cfg) == [(1, [2])]  # one token: no prefix
+    assert codila.select_prefix({0: [1, 5], 1: [2]}, entropy, cfg) == [(1, [2])]
+    # a prefix of one token is none: the most certain position of all, wherever it stands
+    assert codila.select_prefix({0: [0, 1], 1: [5, 3]}, entropy, cfg) == [(1, [3])]
     entropy = dict.fromkeys(range(6), 0.25)
     assert codila.select_prefix({2: [0, 1], 4: [2, 3]}, entropy, cfg) == [(2, [0, 1])]  # ties: lowest index
     assert codila.select_blocks({2: [0, 1], 4: [2, 3]}, entropy, cfg) == [(2, [0, 1])]
