@@ -66,7 +66,7 @@ from common import (
     token_nll,
     walk,
 )
-from kernels import KVCache, notice
+from kernels import GraphReplay, KVCache, notice
 
 METHOD = "orthrus"
 
@@ -112,7 +112,7 @@ class Config:
 
 
 # what `--model tiny` changes
-TINY = dict(steps=500, ar_steps=350, batch_size=64, accumulation=1, lr=3e-3, ar_lr=3e-3, warmup=0.02, max_len=96,
+TINY = dict(steps=400, ar_steps=350, batch_size=64, lr=3e-3, ar_lr=3e-3, warmup=0.02, lr_floor=0.0, max_len=96,
             max_new_tokens=32, block_size=8, anchors=4, packing=False)  # fmt: skip
 TEMPLATE = {"enable_thinking": False}  # arguments of the chat template  [code]
 
@@ -178,19 +178,20 @@ def pack_rows(rows, cfg):
     packing: conversations end to end, cut to max_len tokens, the rest dropped, nothing between them  [code]. Else one
     conversation a row, and so much EOS behind it that a block may be anchored at any token that has a next one  [ours].
     """
-    rows = rows if cfg.packing else keep_short(rows, cfg)
-    rows = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
     pad = 0 if cfg.packing else cfg.block_size - 2
-    rows = [{"input_ids": ids + [cfg.eos_id] * pad, "is_answer": [False] * P + [True] * (len(ids) - P) + [False] * pad}
-            for ids, P in rows]  # fmt: skip
+    single = [
+        {"input_ids": row["prompt_ids"] + row["answer_ids"] + [cfg.eos_id] * pad,
+         "is_answer": [False] * len(row["prompt_ids"]) + [True] * len(row["answer_ids"]) + [False] * pad}
+        for row in (rows if cfg.packing else keep_short(rows, cfg))
+    ]  # fmt: skip
     if not cfg.packing:
-        return rows
-    ids, is_answer = ([x for row in rows for x in row[name]] for name in ("input_ids", "is_answer"))
-    T = min(cfg.max_len, len(ids))
+        return single
+    text = {name: [x for row in single for x in row[name]] for name in single[0]}
+    T = min(cfg.max_len, len(text["input_ids"]))
     if T <= cfg.block_size:
         raise ValueError(f"rows of {T} tokens have no room for a block of {cfg.block_size} behind its context")
-    starts = range(0, len(ids) - T + 1, T)
-    return [{"input_ids": ids[start : start + T], "is_answer": is_answer[start : start + T]} for start in starts]
+    starts = range(0, len(text["input_ids"]) - T + 1, T)
+    return [{name: column[start : start + T] for name, column in text.items()} for start in starts]
 
 
 def draw_noise(batch, cfg, generator):
@@ -247,11 +248,9 @@ def both_views(model, inputs, cfg):
     """
     (B, T), (_, M, K), device = inputs["input_ids"].shape, inputs["block_ids"].shape, inputs["input_ids"].device
     with torch.no_grad():
-        config, positions = model.config, torch.arange(T, device=device)
-        head_dim = model.model.layers[0].self_attn.head_dim
-        kv_cache = KVCache(config.num_hidden_layers, B, config.num_key_value_heads, T, head_dim, device,
-                           getattr(torch, cfg.dtype))  # fmt: skip
-        mask = build_mask(causal(), 1, T, T, device)
+        config, positions, mask = model.config, torch.arange(T, device=device), build_mask(causal(), 1, T, T, device)
+        sizes = config.num_hidden_layers, B, config.num_key_value_heads, T, model.model.layers[0].self_attn.head_dim
+        kv_cache = KVCache(*sizes, device, getattr(torch, cfg.dtype))
         ar_hidden = walk(model, inputs["input_ids"], positions.expand(B, T), mask, kv_cache.layers, positions)
     context = [(keys[:, :, :T], values[:, :, :T]) for keys, values in kv_cache.layers]
     mask = build_mask(dual_view(T, K, inputs["anchors"]), B, M * K, T + M * K, device)
@@ -545,10 +544,10 @@ def spare_mask_id(backbone, tokenizer):
 
     Without such a row the last added token that is not EOS: its frozen embedding is as good a sign as any  [ours].
     """
-    mask_id, eos_id = len(tokenizer), tokenizer.eos_token_id
-    if mask_id >= backbone.get_input_embeddings().num_embeddings:
-        candidates = sorted(tokenizer.added_tokens_decoder) or range(mask_id)
-        mask_id = [i for i in candidates if i != eos_id][-1]
+    mask_id, rows = len(tokenizer), backbone.get_input_embeddings().num_embeddings
+    if mask_id >= rows:
+        candidates = [*range(rows), *sorted(tokenizer.added_tokens_decoder)]
+        mask_id = [i for i in candidates if i < rows and i != tokenizer.eos_token_id][-1]
         word = tokenizer.convert_ids_to_tokens(mask_id)
         notice(f"the embedding has no spare row: token {mask_id} ({word}) stands for the mask, its embedding frozen")
     return mask_id
@@ -558,7 +557,8 @@ def new_decoder(model, prompt_len, cfg):
     """Decoders of the AR view, the diffusion view and both at once, on one cache with room for all that they write."""
     groups = min(cfg.merged, cfg.block_size) * cfg.block_size
     max_len = prompt_len + cfg.max_new_tokens + groups
-    is_group = torch.zeros(max_len + 64, dtype=torch.bool, device=model.model.embed_tokens.weight.device)
+    rows = max_len + GraphReplay.MAX_QUERY  # the longest forward, padded
+    is_group = torch.zeros(rows, dtype=torch.bool, device=model.model.embed_tokens.weight.device)
     ar = Decoder(model, max_len, compiled=cfg.compile)
     diffusion, merged = (Decoder(model, max_len, compiled=cfg.compile, project=project, kv_cache=ar.kv_cache)
                          for project in (diffusion_projection, merged_projection(is_group)))  # fmt: skip
@@ -903,6 +903,8 @@ def train(cfg, resume):
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
     todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if not state and todo[:1] and todo[0].name != "ar":
+        shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
     if state:
         todo = todo[[stage.name for stage in todo].index(state[0]) :]
     for stage in todo:
@@ -980,7 +982,7 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
                 show_trace(trace(tokenizer, outputs[-1], record))
             if show and "trace_svg" in show and number == 0:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import golden, load_backbone
 from safetensors.torch import load_file, save_file
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -775,6 +776,17 @@ def test_training_rows_are_decoding_rows(random_model):
             views.ar.kv_cache.commit(a)
             alone = forward(views.diffusion, inputs["block_ids"][b, m], full(), cfg)
             assert (alone - logits[b, m]).abs().max() < 1e-4
+
+
+def test_the_block_mask_of_a_gpu_gives_the_same_step(random_model, monkeypatch):
+    """Training on CUDA passes flex BlockMasks where training on a CPU passes dense masks: same rule, same result."""
+    cfg = settings(anchors=3, block_size=5)
+    inputs = inputs_of(random_rows(12), cfg)
+    expected = both_views(random_model, inputs, cfg)
+    monkeypatch.setattr(orthrus, "build_mask", lambda mask_mod, B, T, S, device: create_block_mask(
+        mask_mod, B, None, T, S, device=device))  # fmt: skip
+    for ours, theirs in zip(both_views(random_model, inputs, cfg), expected):
+        assert (ours - theirs).abs().max() < 1e-5
 
 
 def test_a_block_sees_nothing_behind_its_anchor(random_model):
