@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import common
 import kernels
 import orthrus
 from common import Decoder, causal, dense, dual_view, full, generate_ar, walk
@@ -385,6 +386,23 @@ def test_one_set_of_decoders_serves_many_prompts_and_seeds_do_not_matter_when_gr
             ids, record = generate(model, prompt, cfg, views, torch.Generator().manual_seed(len(prompt[0])))
             ids2, record2 = generate(model, prompt, cfg)
             assert torch.equal(ids, ids2) and record == record2
+
+
+def test_padded_and_compiled_forwards_give_the_same_text(monkeypatch):
+    """What CUDA graphs replay: queries padded to a bucket, one graph a layer and view; here traced, not captured."""
+    compiled = torch.compile(common.decoder_layer, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(common, "_compiled_layer", compiled)
+    model, cfg = random_view(attach(backbone("qwen3"), {}), 6), settings(block_size=4, merged=2, compile=True)
+    views = new_decoder(model, 5, cfg)
+    for view in views[:3]:
+        view.replay.pad, view.replay.QUERY, view.replay.MAX_QUERY, view.replay.KEY = True, (16,), 16, 64
+    for merged in (0, 2):
+        cfg.merged = merged
+        ids, record = generate(model, PROMPT, cfg, views)
+        plain, expected = generate(model, PROMPT, dataclasses.replace(cfg, compile=False))
+        assert torch.equal(ids, plain) and record == expected
+        assert all(len(view.replay.graphs) <= 2 for view in views[:3]), "few shapes"
+        assert views[2 if merged else 1].replay.graphs
 
 
 def test_eos_may_be_0_and_rows_behind_the_tokenizer_are_never_written():
