@@ -753,6 +753,8 @@ def train(cfg, resume):
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
     todo = [stage for stage in stages(cfg) if stage.steps > 0]
+    if not state and todo[:1] and todo[0].name != "ar":
+        shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
     if state:
         todo = todo[[stage.name for stage in todo].index(state[0]) :]
     for stage in todo:
@@ -830,7 +832,7 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}")
+            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
                 show_trace(trace(tokenizer, outputs[-1], record))
             if show and "trace_svg" in show and number == 0:
