@@ -466,8 +466,11 @@ def test_temperature_draws_from_the_tempered_softmax_and_zero_is_argmax():
     cfg = config(mask_id=4, temperature=0.7, top_p=0.9)  # the best holds 0.76, the two best 0.95
     pred_ids, conf, _ = d2f.confidence(logits.repeat(n, 1), cfg, torch.Generator().manual_seed(0))
     assert pred_ids.unique().tolist() == [0, 3] and conf.unique().sum().item() == pytest.approx(1)
-    pred_ids, conf, _ = d2f.confidence(logits.repeat(3, 1), config(mask_id=4, temperature=1e-30), None)
+    pred_ids, conf, _ = d2f.confidence(logits.repeat(3, 1), config(mask_id=4, temperature=1e-39), None)
     assert pred_ids.tolist() == [3, 3, 3] and conf.tolist() == [1, 1, 1]
+    four = torch.tensor([[0.0, 0.0, 0.0, 0.0, 9.0]])  # mass in front of them: 0, 0.25, 0.5, 0.75
+    for top_p, kept in ((0.2, 1), (0.25, 2), (0.5, 3), (0.75, 4)):
+        assert d2f.confidence(four, config(mask_id=4, top_p=top_p), None)[1].item() == pytest.approx(1 / kept)
     model = random_model(initializer_range=0.02)
     cfg = config(decode_block_size=4, max_new_tokens=12, eos_id=-1)
     texts = [d2f.generate(model, PROMPT, cfg, None, torch.Generator().manual_seed(s))[0].tolist() for s in (1, 2)]
