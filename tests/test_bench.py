@@ -1,9 +1,15 @@
 """The benchmarks stay alive: each runs at a small size and ends in a JSON line. Nothing is timed here."""
 
 import json
+import math
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import bench_attention
 import bench_decode
+import bench_table
+import pytest
+import torch
 
 
 def last_json(capsys):
@@ -18,7 +24,7 @@ def test_bench_decode(capsys):
 
 
 def test_weight_bytes_counts_what_a_forward_reads():
-    lm = bench_decode.build("tiny", "cpu", __import__("torch").float32)
+    lm = bench_decode.build("tiny", "cpu", torch.float32)
     hidden, inner, layers, heads, kv_heads, head_dim, vocab, _ = bench_decode.SHAPES["tiny"]
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
     assert bench_decode.weight_bytes(lm) == 4 * (
@@ -32,3 +38,25 @@ def test_bench_attention(capsys):
     assert len(report["rows"]) == 5 and all(
         row["dense_tflops"] > 0 and 0 < row["allowed"] < 1 for row in report["rows"]
     )
+
+
+def test_accuracy_under_parallelism():
+    assert bench_table.aup([(1.0, 80.0)]) == 80.0
+    assert bench_table.aup([(2.0, 80.0), (1.0, 80.0)]) == 160.0  # no loss: the area under a level line
+    assert bench_table.aup([(1.0, 80.0), (2.0, 80.0), (3.0, 74.9)]) == 160.0  # more than 5 points below y_1: dropped
+    weight = math.exp(-3 * (1 - 76 / 80))
+    assert bench_table.aup([(1.0, 80.0), (3.0, 76.0)]) == pytest.approx(80 + 2 * (80 + 76 * weight) / 2)
+    low, high = bench_table.wilson(50, 100)
+    assert low == pytest.approx(40.38, abs=0.01) and high == pytest.approx(59.62, abs=0.01)
+    assert bench_table.wilson(64, 64)[1] == pytest.approx(100) and bench_table.wilson(0, 10)[0] == 0
+
+
+def test_table_and_curve_from_kept_results():
+    row = {"label": "x", "problems": 4, "new_tokens": 8, "forwards": 4, "tokens_per_forward": 2.0, "tok_s": 10.0, "right": 3,
+           "setting": "tau 0.9", "default": True, "x_ar": 2.0, "same_as_ar": 1}  # fmt: skip
+    ar = row | {"label": "plain AR", "tokens_per_forward": 1.0}
+    results = {"train:base": {"minutes": 1.0, "peak_mib": 5.0}, "train:refusion": {"minutes": 2.0, "peak_mib": 6.0},
+               "sweep:refusion": {"ar": ar, "rows": [row], "peak_mib": 7.0, "dtype": "float32"}}  # fmt: skip
+    text, report = bench_table.lines(results, SimpleNamespace(model="tiny"))
+    assert "| refusion | tau 0.9 | 3/4 (30-95) | 2.00 | 10 | 2.00 | 150 | 1/4 | 7 / 6 | 2.0 |" in text
+    assert report["refusion"]["rows"] == [row] and len(ElementTree.fromstring(bench_table.svg(results))) > 5
