@@ -320,14 +320,11 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         todo = torch.arange(first, first + block_len, device=device).view(-1, k)  # (n, k) positions of unwritten slots
         while len(todo):
             # propose: masks on every unwritten slot; the first forward takes the prompt along
-            waiting = len(buffer_ids) - kv_cache.cache_len
+            new_ids, new_pos = buffer_ids[kv_cache.cache_len :], buffer_pos[kv_cache.cache_len :]
             mask_ids = torch.full((todo.numel(),), cfg.mask_id, device=device)
-            start = kv_cache.cache_len
-            logits = forward(
-                torch.cat([buffer_ids[start:], mask_ids]), torch.cat([buffer_pos[start:], todo.flatten()])
-            )
-            kv_cache.commit(waiting)  # never the masks
-            draft_ids, conf = propose(logits[waiting:], cfg, generator)
+            logits = forward(torch.cat([new_ids, mask_ids]), torch.cat([new_pos, todo.flatten()]))
+            kv_cache.commit(len(new_ids))  # never the masks
+            draft_ids, conf = propose(logits[len(new_ids) :], cfg, generator)
             # select
             slot_idx = select_slots(conf.view(-1, k), cfg.tau_slot)
             slot_pos, draft_ids = todo[slot_idx], draft_ids.view(-1, k)[slot_idx]  # (m, k)
@@ -345,9 +342,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
                 n_kept, n_slots, eos_row = accepted_len // k * k, accepted_len // k, None
             iterations = 0
             if n_kept == 0:
-                draft_ids, eos_row, iterations = complete_rows(
-                    decoder, draft_ids, ok.cummin(dim=1).values, slot_pos, cfg
-                )
+                good = ok.cummin(dim=1).values
+                draft_ids, eos_row, iterations = complete_rows(decoder, draft_ids, good, slot_pos, cfg)
                 eos_idx = (draft_ids.flatten() == cfg.eos_id).nonzero()[:1, 0]
                 n_kept, n_slots = (eos_idx.item() + 1 if len(eos_idx) else draft_ids.numel()), m
                 if cfg.recompute_kv:
