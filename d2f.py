@@ -13,7 +13,7 @@ Left out      decoding of several prompts at once, full fine-tuning of the stude
 Not as in     the published code: the mask token is never an output; nothing masked gives a zero loss instead of NaN;
               confidences are float32; ids come from the model's config. A backbone that is no diffusion LM is made one
               first (stage `adapt`, all weights), which the paper takes for granted
-Run           python d2f.py --train --generate                                   (tiny backbone, CPU)
+Run           python d2f.py --train --generate                                   (tiny backbone, CPU, 2 minutes)
               python d2f.py --generate --model GSAI-ML/LLaDA-8B-Instruct \\
                   --adapter SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora --prompt "..."
 """
@@ -133,8 +133,8 @@ class Config:
 
 # what `--model tiny` changes
 TINY = dict(steps=250, ar_steps=650, adapt_steps=900, batch_size=32, lr=3e-3, ar_lr=2e-3, adapt_lr=1.5e-3, warmup=0.02,
-            lr_floor=0.0, beta2=0.98, weight_decay=0.0, max_len=41, max_new_tokens=24, block_size=8,
-            decode_block_size=8, p_max=1.0, lora_dropout=0.0)  # fmt: skip
+            lr_floor=0.0, beta2=0.98, weight_decay=0.0, max_len=41, max_new_tokens=24, block_size=8, decode_block_size=8,
+            p_max=1.0, lora_dropout=0.0)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template
 
 
