@@ -133,8 +133,8 @@ class Config:
 
 # what `--model tiny` changes
 TINY = dict(steps=250, ar_steps=650, adapt_steps=900, batch_size=32, lr=3e-3, ar_lr=2e-3, adapt_lr=1.5e-3, warmup=0.02,
-            lr_floor=0.0, beta2=0.98, weight_decay=0.0, max_len=41, max_new_tokens=24, block_size=8, decode_block_size=8,
-            p_max=1.0, lora_dropout=0.0)  # fmt: skip
+            lr_floor=0.0, beta2=0.98, weight_decay=0.0, max_len=41, max_new_tokens=24, block_size=8,
+            decode_block_size=8, p_max=1.0, lora_dropout=0.0)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template
 
 
