@@ -54,6 +54,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging
 
 from common import (
     Decoder,
@@ -596,15 +597,11 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
 
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; Dream's checkpoints are Qwen2, weight names included, under a name of their own."""
-    keys, fields = dict(dtype=dtype, use_safetensors=True), PretrainedConfig.get_config_dict(name)[0]
+    keys, fields = {"dtype": dtype}, PretrainedConfig.get_config_dict(name)[0]
     if fields.get("model_type") == "Dream":
         remote = ("auto_map", "architectures", "model_type")
         keys["config"] = Qwen2Config(**{key: value for key, value in fields.items() if key not in remote})
-    safe = {"trust_remote_code": False, "output_loading_info": True}
-    backbone, info = AutoModelForCausalLM.from_pretrained(name, **keys, **safe)
-    if info["missing_keys"]:  # the library would fill them with random numbers
-        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys'])[:3])}")
-    return backbone
+    return complete(AutoModelForCausalLM.from_pretrained(name, **keys, **SAFE))
 
 
 def load_tokenizer(name):
@@ -887,9 +884,24 @@ def load(name, cfg, training):
         raise ValueError(f"model {name!r} has no {'mask' if cfg.mask_id is None else 'EOS'} token")
     if cfg.mask_id == cfg.eos_id:
         raise ValueError(f"mask and EOS must be two tokens, model {name!r} has {cfg.eos_id} for both")
+    ids, rows = [*tokenizer.get_vocab().values(), cfg.mask_id], backbone.get_input_embeddings().num_embeddings
+    if not all(type(i) is int and 0 <= i < rows for i in ids):
+        raise ValueError(f"model {name!r} has an embedding of {rows} rows and token ids outside of it")
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
+
+
+# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
+SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
+
+
+def complete(loaded):
+    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
+    model, info = loaded
+    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
+    return model
 
 
 def read_problems(cfg):
@@ -1264,6 +1276,8 @@ def parse(argv):
 
 def main(argv=None):
     """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
+    logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.disable_progress_bar()
     try:
         args, cfg = parse(argv)
         own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]

@@ -52,6 +52,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging
 
 from common import (
     Decoder,
@@ -423,15 +424,12 @@ OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument
 def load_backbone(name, dtype):
     """A Hugging Face causal LM. The released layout is Qwen2 under another name and is read as such, no remote code."""
     held = Qwen2Config.get_config_dict(name)[0]
-    kwargs = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    config = {}
     if held.get("model_type") == "Fast_dLLM_Qwen":
         foreign = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version")
         held = {key: value for key, value in held.items() if key not in foreign}
-        kwargs["config"] = Qwen2Config(**held | {"pad_token_id": None})  # theirs is EOS, which would get no gradient
-    backbone, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-    if info["missing_keys"]:  # the library would fill them with random numbers
-        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys'])[:3])}")
-    return backbone
+        config["config"] = Qwen2Config(**held | {"pad_token_id": None})  # theirs is EOS, which would get no gradient
+    return complete(AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **config, **SAFE))
 
 
 def load_tokenizer(name):
@@ -618,9 +616,24 @@ def load(name, cfg, training):
         raise ValueError(f"model {name!r} has no {'mask' if cfg.mask_id is None else 'EOS'} token")
     if cfg.mask_id == cfg.eos_id:
         raise ValueError(f"mask and EOS must be two tokens, model {name!r} has {cfg.eos_id} for both")
+    ids, rows = [*tokenizer.get_vocab().values(), cfg.mask_id], backbone.get_input_embeddings().num_embeddings
+    if not all(type(i) is int and 0 <= i < rows for i in ids):
+        raise ValueError(f"model {name!r} has an embedding of {rows} rows and token ids outside of it")
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
+
+
+# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
+SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
+
+
+def complete(loaded):
+    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
+    model, info = loaded
+    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
+    return model
 
 
 def read_problems(cfg):
@@ -995,6 +1008,8 @@ def parse(argv):
 
 def main(argv=None):
     """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
+    logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.disable_progress_bar()
     try:
         args, cfg = parse(argv)
         own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]
