@@ -226,10 +226,14 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
     there and the first S entries are attended, S being the width of attn_mask. Without write_idx they are a read-only
     context in front of this forward's own.
     """
-    attn = layer.self_attn
+    attn, fused = layer.self_attn, not torch.is_grad_enabled() and getattr(layer, "fused", None)
     B, T = hidden.shape[:2]
     x = layer.input_layernorm(hidden)
-    q, k, v = (project(attn, name, x).view(B, T, -1, attn.head_dim) for name in ("q_proj", "k_proj", "v_proj"))
+    if fused and project is own_projection:
+        qkv = split_product(x, *fused["qkv"])
+    else:
+        qkv = (project(attn, name, x) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (tensor.view(B, T, -1, attn.head_dim) for tensor in qkv)
     if hasattr(attn, "q_norm"):
         q, k = project(attn, "q_norm", q), project(attn, "k_norm", k)
     v = v.transpose(1, 2)  # (B, G, T, D)
@@ -246,7 +250,50 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
             k, v = keys[:, :, :S], values[:, :, :S]
     x = kernels.attention(q, k, v, attn_mask).transpose(1, 2).reshape(B, T, -1)
     hidden = hidden + project(attn, "o_proj", x)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    x = layer.post_attention_layernorm(hidden)
+    if not fused:
+        return hidden + layer.mlp(x)
+    gate, up = split_product(x, *fused["gate_up"])
+    return hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+
+
+def fuse_projections(backbone):
+    """q, k, v side by side in one weight, gate and up in another: two products a layer where there were five.
+
+    For decoding: a forward without gradients uses them. The layers' own weights become views of the fused ones: no
+    memory is added, and what is written into them in place is seen here. Layers with anything but plain Linear modules
+    (an adapter) stay as they are. Safe to repeat; needed again after weights were moved or cast. Returns the backbone.
+    """
+    for layer in backbone.model.layers:
+        attn, mlp, held = layer.self_attn, layer.mlp, getattr(layer, "fused", None)
+        groups = {"qkv": (attn.q_proj, attn.k_proj, attn.v_proj), "gate_up": (mlp.gate_proj, mlp.up_proj)}
+        if any(type(linear) is not torch.nn.Linear for group in groups.values() for linear in group):
+            layer.fused = None
+        elif not held or any(held[name][0].data_ptr() != groups[name][0].weight.data_ptr() for name in groups):
+            layer.fused = {
+                name: (
+                    side_by_side([linear.weight for linear in group]),
+                    side_by_side([linear.bias for linear in group]),
+                    [linear.out_features for linear in group],
+                )
+                for name, group in groups.items()
+            }
+    return backbone
+
+
+def side_by_side(parts):
+    """One tensor of several parameters, which become views of it; None of biases that are not there."""
+    if parts[0] is None:
+        return None
+    joined = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, joined.split([len(part) for part in parts])):
+        part.data = view
+    return joined
+
+
+def split_product(x, weight, bias, sizes):
+    """One product instead of several, cut into what each projection gives."""
+    return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
 _compiled_layer = torch.compile(decoder_layer, fullgraph=True, dynamic=False)
@@ -305,7 +352,8 @@ def token_nll(backbone, hidden, labels, chunk=2048):
 class Decoder:
     """A backbone with its KV cache and the replayed forward: what every decoding loop calls, and where forwards count.
 
-    decoder(input_ids, position_ids, attn_mask, write_idx) -> logits (B, T, V), in the backbone's dtype, of every row.
+    decoder(input_ids, position_ids, attn_mask, write_idx) -> logits (B, T, V), in the backbone's dtype, of every row,
+    on the backbone's device; what goes in may lie on the CPU.
     Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
     max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the same
     backbone, batch and max_len, so that two views read and write the same entries.
@@ -320,10 +368,10 @@ class Decoder:
             len(layers), batch, kv_heads, max_len, head_dim, weight.device, weight.dtype
         )
         self.compiled = weight.is_cuda if compiled is None else compiled
+        if weight.is_cuda:
+            fuse_projections(backbone)
         max_key = max_len + kernels.GraphReplay.MAX_QUERY
-        # a backbone on the CPU of a machine with a GPU decodes without padding and capture
-        graphs = {} if weight.is_cuda else {"pad": False, "capture": False}
-        self.replay = kernels.GraphReplay(self._forward, max_len, max_key, **graphs)
+        self.replay = kernels.GraphReplay(self._forward, max_len, max_key, weight.device)
         self.forwards = 0
 
     def reset(self):
@@ -361,20 +409,21 @@ def generate_ar(backbone, prompt_ids, cfg, decoder=None, generator=None):
 
     prompt_ids (1, P) int64; cfg gives max_new_tokens, eos_id, vocab_len, compile. Returns (ids (1, P+R), record).
     """
-    P, device, ids = prompt_ids.shape[1], prompt_ids.device, prompt_ids
+    P, ids = prompt_ids.shape[1], prompt_ids.cpu()
     decoder = (decoder or Decoder(backbone, P + cfg.max_new_tokens, compiled=cfg.compile)).reset()
     for _ in range(cfg.max_new_tokens):
         start = decoder.kv_cache.cache_len
         n = ids.shape[1] - start  # the prompt, then one token
-        positions = torch.arange(start, start + n, device=device)[None]
-        mask, write_idx = dense(causal(start), 1, n, start + n, device), decoder.kv_cache.scratch_idx(n)
+        positions = torch.arange(start, start + n)[None]
+        mask, write_idx = dense(causal(start), 1, n, start + n), decoder.kv_cache.scratch_idx(n)
         logits = decoder(ids[:, start:], positions, mask, write_idx)
         decoder.kv_cache.commit(n)
-        ids = torch.cat([ids, logits[:, -1:, : cfg.vocab_len].argmax(-1)], dim=1)
+        ids = torch.cat([ids, logits[:, -1:, : cfg.vocab_len].argmax(-1).cpu()], dim=1)
         if ids[0, -1] == cfg.eos_id:
             break
     new_tokens = ids.shape[1] - P
-    return ids, {"forwards": decoder.forwards, "rounds": new_tokens, "fixed_round": list(range(new_tokens))}
+    record = {"forwards": decoder.forwards, "rounds": new_tokens, "fixed_round": list(range(new_tokens))}
+    return ids.to(prompt_ids.device), record
 
 
 # ------------------------------------------------------------------------------------------------------------- drawings

@@ -83,11 +83,11 @@ class KVCache:
         self.max_len, self.cache_len = max_len, 0
 
     def scratch_idx(self, n, offset=0):
-        """(n,) int64: the places `offset .. offset+n-1` behind the committed part. Raises ValueError past max_len."""
+        """(n,) int64, on the CPU: places `offset .. offset+n-1` behind the committed part. ValueError past max_len."""
         start = self.cache_len + offset
         if start + n > self.max_len:
             raise ValueError(f"the KV cache holds {self.max_len} entries, entry {start + n} was asked for")
-        return torch.arange(start, start + n, device=self.layers[0][0].device)
+        return torch.arange(start, start + n)
 
     def commit(self, n):
         """Keep the first n scratch entries."""
@@ -97,7 +97,7 @@ class KVCache:
 
     def commit_chosen(self, idx):
         """Keep scratch entries idx (n,), counted from the committed part, in this order."""
-        source = self.cache_len + idx
+        source = self.cache_len + idx.to(self.layers[0][0].device)
         for keys, values in self.layers:
             for tensor in (keys, values):
                 tensor[:, :, self.cache_len : self.cache_len + len(idx)] = tensor[:, :, source]
@@ -111,6 +111,7 @@ class KVCache:
 
     def keep_rows(self, row_idx):
         """Keep batch rows row_idx (n,), in this order; the freed rows at the end go."""
+        row_idx = row_idx.to(self.layers[0][0].device)
         self.layers = [tuple(tensor[row_idx] for tensor in layer) for layer in self.layers]
 
 
@@ -118,7 +119,8 @@ class GraphReplay:
     """Call `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA by replaying a captured graph.
 
     input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
-    write_idx (T,) int64, places in the cache.
+    write_idx (T,) int64, places in the cache. They may lie on the CPU: a decoding loop keeps its state there and waits
+    for the device only where it reads the result.
     T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare places behind
     `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
@@ -126,9 +128,9 @@ class GraphReplay:
 
     QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256), 256, 512
 
-    def __init__(self, forward, trash_idx, max_key, pad=None, capture=None):
-        on_gpu = torch.cuda.is_available()
-        self.forward, self.trash_idx, self.max_key = forward, trash_idx, max_key
+    def __init__(self, forward, trash_idx, max_key, device="cpu", pad=None, capture=None):
+        on_gpu = torch.device(device).type == "cuda"
+        self.forward, self.trash_idx, self.max_key, self.device = forward, trash_idx, max_key, device
         self.pad = on_gpu if pad is None else pad  # padding without capture exists for tests on CPU
         self.capture = on_gpu if capture is None else capture
         self.graphs = {}
@@ -137,7 +139,8 @@ class GraphReplay:
         B, T = input_ids.shape[:2]
         S = attn_mask.shape[-1]
         if not self.pad or T > self.MAX_QUERY:
-            return self.forward(input_ids, position_ids, attn_mask, write_idx)
+            args = (input_ids, position_ids, attn_mask, write_idx)
+            return self.forward(*(tensor.to(self.device) for tensor in args))
         T_pad = next(size for size in self.QUERY if size >= T)
         S_pad = min(-(-S // self.KEY) * self.KEY, self.max_key)
         bucket = (B, T_pad, S_pad, *input_ids.shape[2:])
@@ -145,18 +148,21 @@ class GraphReplay:
             self.graphs[bucket] = self._prepare(B, T_pad, S_pad, input_ids)
         static, graph, out = self.graphs[bucket]
         ids, positions, mask, places = static
-        ids[:, :T], positions[:, :T], places[:T] = input_ids, position_ids, write_idx
-        mask.zero_()
-        mask[:, :, :T, :S] = attn_mask
-        mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
-        places[T:] = self.trash_idx + torch.arange(T_pad - T, device=places.device)
+        padded_mask = torch.zeros(attn_mask.shape[0], 1, T_pad, S_pad, dtype=torch.bool, device=attn_mask.device)
+        padded_mask[:, :, :T, :S] = attn_mask
+        padded_mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
+        trash_idx = self.trash_idx + torch.arange(T_pad - T, device=write_idx.device)
+        mask.copy_(padded_mask, non_blocking=True)  # from the CPU: nobody waits
+        places.copy_(torch.cat([write_idx, trash_idx]), non_blocking=True)
+        ids[:, :T].copy_(input_ids, non_blocking=True)
+        positions[:, :T].copy_(position_ids, non_blocking=True)
         if graph is None:
             return self.forward(*static)[:, :T]
         graph.replay()
         return out[:, :T]
 
     def _prepare(self, B, T, S, like):
-        device = like.device
+        device = self.device
         static = (
             torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
             torch.zeros(B, T, dtype=torch.int64, device=device),

@@ -26,7 +26,7 @@ from transformers import (
 
 import common
 import kernels
-from common import Decoder, build_mask, causal, dense, full, segments, walk
+from common import Decoder, build_mask, causal, dense, full, fuse_projections, segments, walk
 
 SHAPE = dict(
     vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -366,6 +366,46 @@ def test_padding_to_buckets_changes_nothing():
         assert (outs[0] - outs[1]).abs().max() < 1e-5
         start += T
     assert sorted(bucket[1] for bucket in padded.replay.graphs) == [1, 4, 8, 16]  # each made once
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fused_projections_change_nothing(kind, tmp_path):
+    """Same logits, same weights, no memory added; what is written in place is seen; saving and training go on."""
+    lm = tiny(kind)
+    input_ids, positions = ids_and_positions()
+    mask = dense(causal(), 1, 9, 9)
+    with torch.no_grad():
+        plain = walk(lm, input_ids, positions, mask)
+        before = {name: p.clone() for name, p in lm.named_parameters()}
+        assert fuse_projections(lm) is lm
+        calls = []
+        for linear in (lm.model.layers[0].self_attn.k_proj, lm.model.layers[1].mlp.up_proj):
+            linear.register_forward_hook(lambda *args: calls.append(args))
+        assert (walk(lm, input_ids, positions, mask) - plain).abs().max() < 1e-5 and not calls
+        fused = lm.model.layers[0].fused["qkv"][0]
+        assert fuse_projections(lm).model.layers[0].fused["qkv"][0] is fused  # a captured graph may be reading it
+        assert all(torch.equal(p, before[name]) for name, p in lm.named_parameters())
+        attn = lm.model.layers[0].self_attn
+        assert attn.q_proj.weight.data_ptr() == fused.data_ptr() and len(fused) == sum(
+            len(getattr(attn, name).weight) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        attn.v_proj.weight.mul_(2)
+        assert (walk(lm, input_ids, positions, mask) - plain).abs().max() > 1e-3
+    lm.save_pretrained(tmp_path)
+    again = type(lm).from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), again.parameters()))
+    walk(lm, input_ids, positions, mask).sum().backward()  # with gradients the modules themselves run
+    assert calls and all(p.grad is not None for p in lm.model.layers.parameters())
+    lm.to(torch.bfloat16)
+    assert fuse_projections(lm).model.layers[0].fused["qkv"][0].dtype == torch.bfloat16
+
+
+def test_an_adapter_is_not_fused():
+    lm = tiny()
+    attn = lm.model.layers[0].self_attn
+    attn.q_proj = torch.nn.Sequential(attn.q_proj)
+    fuse_projections(lm)
+    assert lm.model.layers[0].fused is None and lm.model.layers[1].fused is not None
 
 
 def test_projections_can_be_exchanged():

@@ -392,7 +392,7 @@ def test_a_padded_replay_gives_the_same_batch(random_model, monkeypatch):
         plain = generate_batch(random_model, prompts, cfg)
         with monkeypatch.context() as patch:
             init = kernels.GraphReplay.__init__
-            patch.setattr(kernels.GraphReplay, "__init__", lambda self, forward, trash_idx, max_key, **kwargs: init(
+            patch.setattr(kernels.GraphReplay, "__init__", lambda self, forward, trash_idx, max_key, *args: init(
                 self, forward, trash_idx, max_key, pad=True, capture=False))  # fmt: skip
             padded = generate_batch(random_model, prompts, cfg)
         assert all(map(torch.equal, plain[0], padded[0])) and plain[1] == padded[1]
