@@ -105,6 +105,7 @@ class Config:
     serial_blocks: int = 2  # [code] S
     tau_slot: float = 0.9  # [code]
     tau_token: float = 0.9  # [code]
+    plan_ahead: bool = False  # [ours] plan the next round behind the drafts being verified: same text, fewer forwards
     recompute_kv: bool = False  # [paper] ablation: rewrite the cache after each parallel completion
     checkpointing: bool = False  # recompute layers in backward
 
@@ -230,7 +231,7 @@ def without_mask(logits, cfg):
 
 
 def propose(logits, cfg, generator):
-    """Draft token and its confidence at every mask position, logits unshifted. (n, V) -> (n,) int64, (n,) float32."""
+    """Draft token and confidence of every mask, logits unshifted. (n, V) -> (n,) int64, (n,) float32, both on the CPU."""
     logits = logits.float()
     probs = logits.softmax(-1)  # confidences are at temperature 1  [code]
     logits = without_mask(logits, cfg)
@@ -238,7 +239,7 @@ def propose(logits, cfg, generator):
         uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
         logits = logits.double() / cfg.temperature - torch.log(-torch.log(uniform))
     draft_ids = logits.argmax(-1)
-    return draft_ids, probs.gather(-1, draft_ids[:, None])[:, 0]
+    return draft_ids.cpu(), probs.gather(-1, draft_ids[:, None])[:, 0].cpu()
 
 
 def select_slots(conf, tau_slot):
@@ -249,9 +250,9 @@ def select_slots(conf, tau_slot):
 
 
 def next_token_probs(logits, token_ids):
-    """q[s, j] = p(token j | tokens before it), shifted logits; 1 for j = 0.  (m, k, V), (m, k) -> (m, k)"""
-    probs = logits[:, :-1].float().softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
-    return F.pad(probs, (1, 0), value=1.0)
+    """q[s, j] = p(token j | tokens before it), shifted logits; 1 for j = 0.  (m, k, V), (m, k) -> (m, k), CPU"""
+    next_ids = token_ids[:, 1:, None].to(logits.device)
+    return F.pad(logits[:, :-1].float().softmax(-1).gather(-1, next_ids)[..., 0], (1, 0), value=1.0).cpu()
 
 
 def complete_rows(decoder, token_ids, good, position_ids, cfg):
@@ -266,7 +267,7 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
 
     def forward(ids):  # the window [start, k) of every row
         m, n = ids.shape
-        mask = dense(completion_rows(kv_cache.cache_len, k, start), 1, m * n, kv_cache.cache_len + m * k, ids.device)
+        mask = dense(completion_rows(kv_cache.cache_len, k, start), 1, m * n, kv_cache.cache_len + m * k)
         write_idx = kv_cache.scratch_idx(m * k).view(m, k)[:, start:].flatten()
         logits = decoder(ids.reshape(1, -1), position_ids[: len(ids), start:].reshape(1, -1), mask, write_idx)
         return logits[..., : cfg.vocab_len].view(m, n, -1)
@@ -274,7 +275,7 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
     while not good.all():
         # predict: a mask wherever a token is not good yet, read unshifted, greedy whatever the temperature  [code]
         logits = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:])
-        pred_ids = without_mask(logits, cfg).argmax(-1)
+        pred_ids = without_mask(logits, cfg).argmax(-1).cpu()
         token_ids[:, start:] = torch.where(good[:, start:], token_ids[:, start:], pred_ids)
         # verify: good stays good, and each unfinished row gains at least the token behind its good prefix
         sure = next_token_probs(forward(token_ids[:, start:]), token_ids[:, start:]) > cfg.tau_token
@@ -291,9 +292,21 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
     return token_ids, eos_row, iterations
 
 
+def accept(draft_ids, ok, cfg):
+    """What verification keeps: the good prefix up to an EOS in it, else the whole slots of that prefix.
+
+    draft_ids (m, k) int64, ok (m, k) bool. Returns (tokens, slots, row of the EOS or None).
+    """
+    k, accepted_len = ok.shape[1], ok.flatten().cummin(0).values.sum().item()
+    eos_idx = (draft_ids.flatten()[:accepted_len] == cfg.eos_id).nonzero()[:1, 0].tolist()
+    if eos_idx:
+        return eos_idx[0] + 1, eos_idx[0] // k + 1, eos_idx[0] // k
+    return accepted_len // k * k, accepted_len // k, None
+
+
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
-    """Plan, select, verify, commit, until every slot is written. Batch 1.
+    """Plan, select, verify, commit, until every slot is written. Batch 1; the state of the loop lies on the CPU.
 
     prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): the text in position order, what stands behind a first
     EOS included (`trim` cuts it), and forwards, rounds, fixed_round (R,), rejected (round, index, token id), buffer_ids
@@ -303,72 +316,69 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     check(cfg)
     if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0:
         raise ValueError(f"ReFusion decodes one prompt of at least one token, not {tuple(prompt_ids.shape)}")
-    P, k, device = prompt_ids.shape[1], cfg.slot_size, prompt_ids.device
+    P, k = prompt_ids.shape[1], cfg.slot_size
     block_len = -(-cfg.max_new_tokens // k) * k // cfg.serial_blocks
     decoder = (decoder or Decoder(model, P + block_len * cfg.serial_blocks, compiled=cfg.compile)).reset()
     kv_cache = decoder.kv_cache
-    buffer_ids, buffer_pos = prompt_ids[0], torch.arange(P, device=device)
-    fixed_round, ratios, rejected = [], [], []
+    buffer_ids, buffer_pos = prompt_ids[0].cpu(), torch.arange(P)
+    fixed_round, ratios, rejected, eos_seen = [], [], [], False
 
-    def forward(ids, positions):  # causal in buffer order, on top of the committed buffer
-        n = len(ids)
-        mask = dense(causal(kv_cache.cache_len), 1, n, kv_cache.cache_len + n, device)
+    def forward(ids, positions, masked):  # causal in buffer order on top of the cache; masked: masks stand behind ids
+        ids = torch.cat([ids.flatten(), torch.full((masked.numel(),), cfg.mask_id)])
+        positions, n = torch.cat([positions.flatten(), masked.flatten()]), len(ids)
+        mask = dense(causal(kv_cache.cache_len), 1, n, kv_cache.cache_len + n)
         return decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
 
-    eos_seen = False
     for block_idx in range(cfg.serial_blocks):
         first = P + block_idx * block_len
-        todo = torch.arange(first, first + block_len, device=device).view(-1, k)  # (n, k) positions of unwritten slots
+        todo = torch.arange(first, first + block_len).view(-1, k)  # (n, k) positions of unwritten slots
+        plan = None  # logits of all masks of todo, where the last verification has seen to them
         while len(todo):
             # propose: masks on every unwritten slot; the first forward takes the prompt along
-            new_ids, new_pos = buffer_ids[kv_cache.cache_len :], buffer_pos[kv_cache.cache_len :]
-            mask_ids = torch.full((todo.numel(),), cfg.mask_id, device=device)
-            logits = forward(torch.cat([new_ids, mask_ids]), torch.cat([new_pos, todo.flatten()]))
-            kv_cache.commit(len(new_ids))  # never the masks
-            draft_ids, conf = propose(logits[len(new_ids) :], cfg, generator)
+            if plan is None:
+                start = kv_cache.cache_len
+                plan = forward(buffer_ids[start:], buffer_pos[start:], todo)[len(buffer_ids) - start :]
+                kv_cache.commit(len(buffer_ids) - start)  # never the masks
+            draft_ids, conf = propose(plan, cfg, generator)
             # select
             slot_idx = select_slots(conf.view(-1, k), cfg.tau_slot)
+            keep = torch.ones(len(todo), dtype=torch.bool).index_fill(0, slot_idx, False)
             slot_pos, draft_ids = todo[slot_idx], draft_ids.view(-1, k)[slot_idx]  # (m, k)
             # score: all drafts in one sequence, so that a slot sees the drafts of the slots before it
-            m = len(slot_idx)
-            logits = forward(draft_ids.flatten(), slot_pos.flatten()).view(m, k, -1)
-            ok = next_token_probs(logits, draft_ids) > cfg.tau_token
+            logits = forward(draft_ids, slot_pos, todo[keep] if cfg.plan_ahead else todo[:0])
+            n_drafts, m = draft_ids.numel(), len(slot_idx)
+            ok = next_token_probs(logits[:n_drafts].view(m, k, -1), draft_ids) > cfg.tau_token
             ok[:, 0] = True  # the plan chose the slot by its first token
-            accepted_len = ok.flatten().cummin(0).values.sum().item()
             # commit: the accepted prefix up to EOS, or its whole slots; else complete the slots in parallel
-            eos_idx = (draft_ids.flatten()[:accepted_len] == cfg.eos_id).nonzero()[:1, 0]
-            if len(eos_idx):
-                n_kept, n_slots, eos_row = eos_idx.item() + 1, eos_idx.item() // k + 1, eos_idx.item() // k
-            else:
-                n_kept, n_slots, eos_row = accepted_len // k * k, accepted_len // k, None
+            n_kept, n_slots, eos_row = accept(draft_ids, ok, cfg)
+            plan = logits[n_drafts:] if cfg.plan_ahead and n_kept == n_drafts else None  # these masks saw what stays
             iterations = 0
             if n_kept == 0:
                 good = ok.cummin(dim=1).values
                 draft_ids, eos_row, iterations = complete_rows(decoder, draft_ids, good, slot_pos, cfg)
-                eos_idx = (draft_ids.flatten() == cfg.eos_id).nonzero()[:1, 0]
-                n_kept, n_slots = (eos_idx.item() + 1 if len(eos_idx) else draft_ids.numel()), m
+                eos_idx = (draft_ids.flatten() == cfg.eos_id).nonzero()[:1, 0].tolist()
+                n_kept, n_slots = eos_idx[0] + 1 if eos_idx else draft_ids.numel(), m
                 if cfg.recompute_kv:
-                    forward(draft_ids.flatten()[:n_kept], slot_pos.flatten()[:n_kept])
+                    forward(draft_ids.flatten()[:n_kept], slot_pos.flatten()[:n_kept], todo[:0])
             kv_cache.commit(n_kept)
             fallen = zip((slot_pos.flatten() - P)[n_kept:].tolist(), draft_ids.flatten()[n_kept:].tolist())
             rejected += [(len(ratios), index, token_id) for index, token_id in fallen]
             buffer_ids = torch.cat([buffer_ids, draft_ids.flatten()[:n_kept]])
             buffer_pos = torch.cat([buffer_pos, slot_pos.flatten()[:n_kept]])
+            fixed_round += [len(ratios)] * n_kept
             ratios.append(k * n_slots / (2 * iterations + 2))
-            fixed_round += [len(ratios) - 1] * n_kept
-            keep = torch.ones(len(todo), dtype=torch.bool, device=device)
-            keep[slot_idx[:n_slots]] = False
+            keep[slot_idx[n_slots:]] = True
             if eos_row is not None:
-                eos_seen = True
+                eos_seen, plan = True, None
                 keep &= todo[:, 0] < slot_pos[eos_row, 0]  # slots before the EOS are still decoded
             todo = todo[keep]
         if eos_seen:
             break
     order = buffer_pos.argsort()
-    rounds = torch.tensor([-1] * P + fixed_round)[order.cpu()][P:].tolist()
+    rounds = torch.tensor([-1] * P + fixed_round)[order][P:].tolist()
     record = dict(forwards=decoder.forwards, rounds=len(ratios), fixed_round=rounds, rejected=rejected,
                   tpf_mean_of_ratios=sum(ratios) / len(ratios), buffer_ids=buffer_ids, buffer_pos=buffer_pos)
-    return buffer_ids[order][None], record
+    return buffer_ids[order][None].to(prompt_ids.device), record
 
 
 # -------------------------------------------------------------------------------------- what the frame asks of a script

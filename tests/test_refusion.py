@@ -238,6 +238,22 @@ def test_recompute_kv_makes_the_cache_a_plain_causal_recompute(random_model):
     assert gaps["recomputed"] < 1e-4 < gaps["plain"], "several rows must have been completed at once"
 
 
+@pytest.mark.parametrize("tau_token", [0.0, 0.05, 0.6])
+@pytest.mark.parametrize("changes", [{}, {"serial_blocks": 2}, {"temperature": 1.0}, {"eos_id": 10}, {"eos_id": 20}])
+def test_planning_ahead_changes_forwards_only(random_model, tau_token, changes):
+    runs = []
+    for plan_ahead in (False, True):
+        cfg = settings(tau_slot=0.05, tau_token=tau_token, plan_ahead=plan_ahead, **changes)
+        runs.append(generate(random_model, PROMPT, cfg, generator=torch.Generator().manual_seed(3)))
+    (ids, plain), (ahead_ids, ahead) = runs
+    assert torch.equal(ids, ahead_ids)
+    for key in ("rounds", "fixed_round", "rejected", "tpf_mean_of_ratios"):
+        assert plain[key] == ahead[key]
+    assert ahead["forwards"] <= plain["forwards"]
+    if tau_token == 0 and "eos_id" not in changes:  # all drafts stay: one plan a serial block has a forward of its own
+        assert ahead["forwards"] == ahead["rounds"] + changes.get("serial_blocks", 1) < plain["forwards"]
+
+
 def test_temperature_samples_from_softmax():
     logits = torch.randn(1, 6) * 2
     cfg = settings(temperature=0.7, mask_id=5)
