@@ -231,7 +231,7 @@ def without_mask(logits, cfg):
 
 
 def propose(logits, cfg, generator):
-    """Draft token and confidence of every mask, logits unshifted. (n, V) -> (n,) int64, (n,) float32, both on the CPU."""
+    """Draft token and confidence of every mask, logits unshifted. (n, V) -> (n,) int64, (n,) float32, on the CPU."""
     logits = logits.float()
     probs = logits.softmax(-1)  # confidences are at temperature 1  [code]
     logits = without_mask(logits, cfg)
