@@ -682,6 +682,7 @@ def load(name, cfg, training):
         else:
             tokenizer = load_tokenizer(name)
             backbone = load_backbone(name, torch.float32 if training else getattr(torch, cfg.dtype))
+        encode(tokenizer, [{"role": "user", "content": "a"}], "a")  # what is wrong with it shows here
     except Exception as error:
         raise ValueError(f"cannot load model {name!r}: {' '.join(str(error).split())[:300]}") from error
     mask_id, known = getattr(backbone.config, "mask_token_id", None), tokenizer.get_vocab()
@@ -714,6 +715,9 @@ SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=T
 def complete(loaded):
     """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
     model, info = loaded
+    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
+    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
+        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
     if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
         raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
     return model
@@ -733,7 +737,8 @@ def read_problems(cfg):
             messages = row["messages"] if "messages" in row else [
                 {"role": role, "content": row[name]} for role, name in zip(("user", "assistant"), names)]  # fmt: skip
             if messages:
-                assert messages[-1]["role"] == "assistant" and all(isinstance(m["content"], str) for m in messages)
+                assert messages[-1]["role"] == "assistant"
+                [m[key].encode() for m in messages for key in ("role", "content")]  # text, or one of the errors below
                 problems.append((messages[:-1], messages[-1]["content"]))
         except (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError):
             raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt/response, question/answer, "
@@ -746,23 +751,26 @@ def read_problems(cfg):
 
 def encode(tokenizer, messages, answer=""):
     """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS."""
+    text = "\n".join(message["content"] for message in messages)
+    (text + answer).encode()  # half a character raises ValueError
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-    else:
-        text = "\n".join(message["content"] for message in messages)
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
+        except Exception as error:
+            raise ValueError(f"the chat template refuses {str(messages)[:200]}: {error}") from error
     prompt_ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return {"prompt_ids": prompt_ids, "answer_ids": [*answer_ids, tokenizer.eos_token_id]}
 
 
-def write_folder(out, write):
-    """Let write(folder) fill a folder beside `out`, fsync, rename: each file is replaced whole, the weights last."""
+def write_folder(out, write, last="model.safetensors"):
+    """Let write(folder) fill a folder beside `out`, fsync, rename: each file is replaced whole, `last` at the end."""
     out, tmp = Path(out), Path(f"{out}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     write(tmp)
     files = [path for path in tmp.rglob("*") if path.is_file()]
-    files.sort(key=lambda path: path.name == "model.safetensors")
+    files.sort(key=lambda path: path.name == last)
     for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -781,7 +789,7 @@ def save_plain(backbone, tokenizer, folder):
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
-    """A Hugging Face folder in cfg.out, with settings.json and the training state, which alone is enough to resume."""
+    """A Hugging Face folder in cfg.out, with settings.json and the training state: what is trained, the optimiser."""
 
     def write(folder):
         save_file(tensors, folder / "training_state.safetensors", metadata={"stage": stage, "step": str(step)})
@@ -789,7 +797,8 @@ def save(model, tokenizer, cfg, stage, step, tensors):
         tokenizer.save_pretrained(folder)
         save_method(model, folder, cfg)
 
-    write_folder(cfg.out, write)
+    partly = not all(p.requires_grad for p in model.parameters())  # then the state counts once the frozen rest is there
+    write_folder(cfg.out, write, "training_state.safetensors" if partly else "model.safetensors")
 
 
 def read_state(folder):
@@ -849,6 +858,10 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
     """
     rank, world = ranks(cfg)
     start, tensors = state[1:] if state and state[0] == stage.name else (0, {})
+    trained = {name: (p.shape, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
+    fitting = {f"{key}.{name}": kind for key in ("param", "exp_avg", "exp_avg_sq") for name, kind in trained.items()}
+    if tensors and fitting != {key: (value.shape, value.dtype) for key, value in tensors.items()}:
+        raise ValueError(f"the training state in {cfg.out} is of another model")
     for name, p in model.named_parameters():
         p.data.copy_(tensors.get(f"param.{name}", p))
     live = shard(model, stage, cfg) if world > 1 else model
@@ -914,6 +927,8 @@ def train(cfg, resume):
     state = read_state(cfg.out) if resume else None
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
+    if not all(row["prompt_ids"] for row in rows):
+        raise ValueError(f"{cfg.data}: a prompt has no tokens")
     todo = [stage for stage in stages(cfg) if stage.steps > 0]
     if not state and todo[:1] and todo[0].name != "ar":
         shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
@@ -1093,6 +1108,7 @@ def main(argv=None):
     """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
     logging.set_verbosity_error()  # what is wrong is said in one line
     logging.disable_progress_bar()
+    logging.captureWarnings(True)
     try:
         args, cfg = parse(argv)
         own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]

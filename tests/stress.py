@@ -9,6 +9,7 @@
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import io
 import json
@@ -20,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,8 +101,46 @@ def mutated(data, rng):
     return bytes(data)
 
 
+def exchanged(tree, rng):
+    """A JSON value in which one part, anywhere in it, is gone, doubled or another value."""
+    while isinstance(tree, (dict, list)) and tree:
+        node, key = tree, rng.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
+        tree = node[key]
+        if rng.random() < 0.3:
+            break
+    else:
+        if tree in ({}, []):
+            return
+    others = [None, True, "", "x", [], {}, [1], {"a": 1}, -1, 0, 1, 3, 1.5, 1e30, float("nan"), "float64", "U8"]
+    if type(tree) in (int, float):
+        others += [tree + 1, tree - 1, tree * 2, str(tree), [tree]]
+    kind = rng.randrange(8)
+    if kind == 0:
+        del node[key]
+    elif kind == 1 and isinstance(node, dict):
+        node[rng.choice([f"{key}x", *node])] = node.pop(key)
+    else:
+        node[key] = rng.choice(others)
+
+
+def broken(file, rng):
+    """Bytes of a file of a checkpoint with a fault: in its bytes, or in a value of its JSON (a safetensors header)."""
+    data, start = file.read_bytes(), 0
+    if file.suffix == ".safetensors":
+        start = 8
+        data, numbers = data[: 8 + int.from_bytes(data[:8], "little")], data[8 + int.from_bytes(data[:8], "little") :]
+    if file.suffix not in (".json", ".safetensors") or rng.random() < 0.3:
+        data = mutated(data, rng)
+    else:
+        tree = json.loads(data[start:])
+        exchanged(tree, rng)
+        text = json.dumps(tree).encode()
+        data = len(text).to_bytes(8, "little") * (start == 8) + text
+    return data + (numbers if start else b"")
+
+
 def fuzz(script, args):
-    """Mutated input ends in a result or in an error that the command line turns into one line; nothing hangs."""
+    """Mutated input ends in a result, or in one line and status 2; nothing hangs. Settings and state resume as well."""
     rng, folder, slowest = random.Random(args.seed), Path(tempfile.mkdtemp()), 0.0
     rows = [{"prompt": "Tom has 3", "response": " 4"}, {"question": "a", "answer": "b"}, {"query": "a", "response": "b"},
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]  # fmt: skip
@@ -119,31 +159,43 @@ def fuzz(script, args):
         slowest = max(slowest, time.time() - start)
     out, copy = trained(script, folder / "run"), folder / "copy"
     shutil.rmtree(out / "ar")
+    step = script.read_state(out)[1]
     resource.setrlimit(
         resource.RLIMIT_AS, (12 << 30, 12 << 30)
     )  # a size out of a mutated file must not eat the machine
+    signal.signal(signal.SIGALRM, lambda *_: os.abort())  # hangs: faulthandler shows where
+    faulthandler.enable()
     files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
-    weights = [path for path in files if path.suffix == ".safetensors"]
-    for _ in range(args.files):
+    faults = []
+    for number in range(args.files):
         shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
-        for path in files:
-            (copy / path).parent.mkdir(exist_ok=True)
-            os.link(out / path, copy / path)
+        shutil.copytree(out, copy, copy_function=os.link)
         victim = rng.choice(files)
-        data = (out / victim).read_bytes()
-        head = 8 + int.from_bytes(data[:8], "little") if victim in weights else len(data)  # the header, not the numbers
         (copy / victim).unlink()
-        (copy / victim).write_bytes(mutated(data[:head], rng) + data[head:])
+        (copy / victim).write_bytes(broken(out / victim, rng))
+        if number % 4 == 0 or victim.name == "training_state.safetensors" and number % 2:
+            call = ["--train", "--resume", "--out", str(copy), "--steps", str(step + 1)]
+        else:
+            call = ["--generate", "--model", str(copy), "--problems", "1", "--max_new_tokens", "16"]
         start = time.time()
-        status, err = quiet(
-            script.main, ["--generate", "--model", str(copy), "--problems", "1", "--max_new_tokens", "16"]
-        )
-        lines = [line for line in err.splitlines() if line.startswith(f"{script.METHOD}.py: ")]
-        assert status in (0, 2) and (status == 0 or len(lines) == 1), (victim, status, err[-2000:])
+        signal.alarm(60)
+        try:
+            status, err = quiet(script.main, call)
+        except BaseException:
+            status, err = "traceback", traceback.format_exc()
+        signal.alarm(0)
+        lines = [line for line in err.splitlines() if line.strip()]
+        if status not in (0, 2) or (status == 2 and (len(lines) != 1 or not lines[0].startswith(f"{script.METHOD}.py: "))):
+            kept = Path(tempfile.gettempdir(), f"fault_{script.METHOD}_{number}")
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(copy, kept)
+            faults.append((number, status))
+            print(f"{kept}: {victim}, {call[0]}, status {status}\n" + "\n".join(lines[-8:]), flush=True)
+            assert len(faults) < args.faults, f"{len(faults)} faults"
         refused["checkpoints"] += status == 2
         slowest = max(slowest, time.time() - start)
     shutil.rmtree(folder)
+    assert not faults, f"{len(faults)} faults"
     return f"{args.files} JSONL files ({refused['rows']} refused), {args.files} checkpoints ({refused['checkpoints']} refused), " \
            f"slowest {slowest:.1f} s"  # fmt: skip
 
@@ -186,6 +238,7 @@ def main():
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--generations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=10, help="fuzz: stop at so many")
     args = parser.parse_args()
     for name in args.scripts:
         start = time.time()
