@@ -17,7 +17,7 @@ import types
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import kernels
@@ -211,7 +211,12 @@ def _layer_forward(layer, hidden, *args, walk=None, **kwargs):
     if walk is None:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     compiled, walk_args = walk
-    return (_compiled_layer if compiled else decoder_layer)(layer, hidden, *walk_args)
+    if compiled and not kernels.refused("torch.compile"):
+        try:
+            return _compiled_layer(layer, hidden, *walk_args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            kernels.refused("torch.compile", error, "layers run as they are")
+    return decoder_layer(layer, hidden, *walk_args)
 
 
 def own_projection(attn, name, x):
@@ -308,7 +313,7 @@ def walk(
     write_idx=None,
     *,
     project=own_projection,
-    compiled=False,
+    compiled=None,
     checkpointing=False,
 ):
     """Hidden states (B, T, width) after the final norm; the caller applies `backbone.lm_head` to the rows it needs.
@@ -317,11 +322,13 @@ def walk(
     position_ids   (B, T) int64, the place of each token in the text: the only thing RoPE sees
     attn_mask      (B or 1, 1, T, S) bool, True = may attend, or a BlockMask: the only thing that decides who sees whom
     layer_kvs      KVCache.layers, or per layer (keys, values) of a read-only context; see decoder_layer for write_idx
+    compiled       one graph a layer; None: where the mask is a BlockMask, that is in training on CUDA
     checkpointing  recompute each layer in backward instead of keeping its activations
     Raises ValueError where the backbone is not of a supported shape.
     """
     if not hasattr(backbone, "rotary"):
         prepare(backbone)
+    compiled = isinstance(attn_mask, BlockMask) if compiled is None else compiled
     hidden = input_ids if input_ids.is_floating_point() else backbone.model.embed_tokens(input_ids)
     cos, sin = rope_angles(backbone.rotary, position_ids)
     for index, layer in enumerate(backbone.model.layers):
@@ -332,6 +339,7 @@ def walk(
         else:
             hidden = layer(hidden, walk=args)
     return backbone.model.norm(hidden)
+
 
 def token_nll(backbone, hidden, labels, chunk=2048):
     """-log p(label) by the backbone's head: (B, T) float32, 0 where the label is -100.

@@ -27,6 +27,14 @@ def notice(text):
         print(text, file=sys.stderr)
 
 
+def refused(what, error=None, instead=""):
+    """Whether `what` was refused in this process; with an error: from now on, said once on stderr."""
+    if error is not None:
+        _notices.add(what)
+        notice(f"{what} refused ({type(error).__name__}): {instead}")
+    return what in _notices
+
+
 def dense(mask_mod, B, T, S, device="cpu"):
     """Dense mask of a predicate: (B, 1, T, S) bool, True = may attend. The readable form, the reference in tests."""
     b = torch.arange(B, device=device).view(B, 1, 1, 1)
@@ -46,12 +54,11 @@ def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
     B, H, T, D = q_BHTD.shape
     G, S = k_BGSD.shape[1:3]
     if isinstance(mask, BlockMask):
-        if q_BHTD.is_cuda and "flex refused" not in _notices:
+        if q_BHTD.is_cuda and not refused("flex_attention"):
             try:
                 return _compiled_flex(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=H != G)
             except Exception as error:  # flex refuses some head sizes and group sizes in some versions
-                _notices.add("flex refused")
-                notice(f"flex_attention refused ({type(error).__name__}): SDPA with the same predicate made dense")
+                refused("flex_attention", error, "SDPA with the same predicate made dense")
         batch = mask.kv_num_blocks.shape[0]
         mask = dense(mask.mask_mod, batch, T, S, q_BHTD.device)
     if mask is not None and mask.dtype != torch.bool:

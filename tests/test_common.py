@@ -26,7 +26,7 @@ from transformers import (
 
 import common
 import kernels
-from common import Decoder, build_mask, causal, dense, full, fuse_projections, segments, walk
+from common import Decoder, block_causal, build_mask, causal, dense, full, fuse_projections, segments, walk
 
 SHAPE = dict(
     vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -400,6 +400,21 @@ def test_fused_projections_change_nothing(kind, tmp_path):
     assert fuse_projections(lm).model.layers[0].fused["qkv"][0].dtype == torch.bfloat16
 
 
+def test_layers_run_as_they_are_where_compiling_is_refused(monkeypatch, capsys):
+    lm = tiny()
+    input_ids, positions = ids_and_positions()
+    mask = dense(causal(), 1, 9, 9)
+
+    def refuse(*args):
+        raise torch._dynamo.exc.Unsupported("no")
+
+    monkeypatch.setattr(common, "_compiled_layer", refuse)
+    monkeypatch.setattr(kernels, "_notices", set())
+    for _ in range(2):
+        assert torch.equal(walk(lm, input_ids, positions, mask, compiled=True), walk(lm, input_ids, positions, mask))
+    assert capsys.readouterr().err == "torch.compile refused (Unsupported): layers run as they are\n"
+
+
 def test_an_adapter_is_not_fused():
     lm = tiny()
     attn = lm.model.layers[0].self_attn
@@ -551,7 +566,23 @@ def test_flex_equals_dense_forward_and_backward(name, dtype, tolerance):
         results.append([out, q.grad, k.grad, v.grad])
     for a, b in zip(*results):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
-    assert "flex refused" not in kernels._notices
+    assert not kernels.refused("flex_attention")
+
+
+@pytest.mark.gpu
+def test_compiled_training_on_flex_equals_the_plain_dense_walk():
+    lm, results = tiny().to("cuda"), []
+    input_ids, positions = (x.to("cuda") for x in ids_and_positions(T=128))
+    mask_mod = block_causal(4, torch.tensor([7, 60], device="cuda"))
+    block_mask = build_mask(mask_mod, 2, 128, 128, "cuda")
+    for mask in (dense(mask_mod, 2, 128, 128, "cuda"), block_mask):
+        lm.zero_grad()
+        out = walk(lm, input_ids, positions, mask)
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in lm.parameters() if p.grad is not None)])
+    for a, b in zip(*results):
+        assert (a - b).abs().max() <= 2e-3 * a.abs().max()
+    assert not kernels.refused("torch.compile") and not kernels.refused("flex_attention")
 
 
 @pytest.mark.gpu
