@@ -8,7 +8,8 @@ Differs       from plain AR: 1. two forwards a cycle, 1 to block_size tokens  2.
               the AR view's own distribution  3. the text is that of the AR model, whatever the added weights are
 Implements    anchored blocks behind a clean row -> make_training_inputs, both_views; forward KL -> training_loss;
               draft, verify, keep the longest agreeing prefix -> generate; rejection sampling -> accept
-Left out      decoding of several prompts at once; the authors' empty system turn in the chat form
+Left out      decoding of several prompts at once; more than one EOS id; the authors' empty system turn; all answers
+              of a conversation but the last as text to learn
 Not as in     the published code, which has no training step: probabilities are at least float32; the cache is never
               copied, a draft's keys and values are scratch that verification overwrites; EOS may be id 0
 Run           python orthrus.py --train --generate                        (tiny backbone, CPU)
@@ -18,6 +19,7 @@ Run           python orthrus.py --train --generate                        (tiny 
 
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import html
@@ -66,7 +68,7 @@ from common import (
     token_nll,
     walk,
 )
-from kernels import GraphReplay, KVCache, notice
+from kernels import GraphReplay, notice
 
 METHOD = "orthrus"
 
@@ -81,7 +83,7 @@ class Config:
     ar_steps: int = 0  # plain AR fine-tuning before the method's own steps; kept as the AR baseline
     batch_size: int = 128  # [paper]
     accumulation: int = 1  # micro-batches a step (128 in the paper: rows one by one); changes memory, not results
-    lr: float = 2e-4  # [paper] cosine
+    lr: float = 2e-4  # [paper] cosine; this, batch_size, warmup and clip by summaries of its appendix
     ar_lr: float = 2e-5  # of the AR stage
     warmup: float = 0.05  # [paper] share of the steps
     lr_floor: float = 0.1  # [code] share of lr at the end, of a later training code as beta2 and weight_decay are
@@ -138,19 +140,16 @@ def attach(backbone, tensors):
     tensors: {"model.layers.{l}.self_attn.{name}_diff.weight": tensor}, or {} to start as copies of the AR ones  [paper]
     Raises ValueError where names or shapes are not those of this backbone.
     """
-    for layer in backbone.model.layers:
+    backbone.requires_grad_(False)
+    for attn in (layer.self_attn for layer in backbone.model.layers):
         for name in VIEW:
-            if hasattr(layer.self_attn, name):
-                setattr(layer.self_attn, f"{name}_diff", copy.deepcopy(getattr(layer.self_attn, name)))
-    own = {name: p for name, p in backbone.named_parameters() if "_diff." in name}
-    tensors = tensors or own
-    wrong = {(name, p.shape) for name, p in own.items()} ^ {(name, value.shape) for name, value in tensors.items()}
-    if wrong:
+            if hasattr(attn, name):
+                setattr(attn, f"{name}_diff", copy.deepcopy(getattr(attn, name)).requires_grad_())
+    own = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+    needed, given = ({(name, p.shape) for name, p in part.items()} for part in (own, tensors or own))
+    if wrong := needed ^ given:
         raise ValueError(f"the diffusion tensors do not belong to this backbone: {min(wrong)[0]} is missing or alien")
-    for name, p in backbone.named_parameters():
-        p.requires_grad_(name in own)
-        if name in own:
-            p.data.copy_(tensors[name])
+    backbone.load_state_dict(tensors, strict=False)
     return backbone
 
 
@@ -178,12 +177,10 @@ def pack_rows(rows, cfg):
     packing: conversations end to end, cut to max_len tokens, the rest dropped, nothing between them  [code]. Else one
     conversation a row, and so much EOS behind it that a block may be anchored at any token that has a next one  [ours].
     """
-    pad = 0 if cfg.packing else cfg.block_size - 2
-    single = [
-        {"input_ids": row["prompt_ids"] + row["answer_ids"] + [cfg.eos_id] * pad,
-         "is_answer": [False] * len(row["prompt_ids"]) + [True] * len(row["answer_ids"]) + [False] * pad}
-        for row in (rows if cfg.packing else keep_short(rows, cfg))
-    ]  # fmt: skip
+    rows, pad = (rows, 0) if cfg.packing else (keep_short(rows, cfg), cfg.block_size - 2)
+    single = [dict(input_ids=row["prompt_ids"] + row["answer_ids"] + [cfg.eos_id] * pad,
+                   is_answer=[False] * len(row["prompt_ids"]) + [True] * len(row["answer_ids"]) + [False] * pad)
+              for row in rows]  # fmt: skip
     if not cfg.packing:
         return single
     text = {name: [x for row in single for x in row[name]] for name in single[0]}
@@ -223,22 +220,17 @@ def make_training_inputs(batch, draws, cfg):
         weights (B, M, K-1)      float32, the loss is sum(weights * loss of a row): 1 / (rows of the whole batch that
                                  count), 0 where the target is no answer token or the anchor a filler
     """
-    K, T = cfg.block_size, max(len(row["input_ids"]) for row in batch)
+    K, T = cfg.block_size, max(cfg.block_size, *(len(row["input_ids"]) for row in batch))
     T = -(-T // 128) * 128 if cfg.device.startswith("cuda") else T  # few lengths, few compilations
-    input_ids, is_answer = torch.full((len(batch), T), cfg.eos_id or 0), torch.zeros(len(batch), T, dtype=torch.bool)
-    for i, row in enumerate(batch):
-        n = len(row["input_ids"])
-        input_ids[i, :n], is_answer[i, :n] = torch.tensor(row["input_ids"]), torch.tensor(row["is_answer"])
-    anchors = torch.tensor([draw["anchors"] for draw in draws])  # (B, M)
-    valid = torch.tensor([draw["anchor_valid"] for draw in draws])
+    input_ids, is_answer = (torch.tensor([row[name] + [0] * (T - len(row[name])) for row in batch])
+                            for name in ("input_ids", "is_answer"))  # fmt: skip
+    anchors, valid = (torch.tensor([draw[name] for draw in draws]) for name in ("anchors", "anchor_valid"))  # (B, M)
     position_ids = anchors[..., None] + torch.arange(K)  # (B, M, K)
-    row_idx = torch.arange(len(batch))[:, None, None]
-    block_ids = torch.full_like(position_ids, cfg.mask_id)
-    block_ids[..., 0] = input_ids.gather(1, anchors)
-    targets = position_ids[..., 1:]
-    keep = valid[..., None] & is_answer[row_idx, targets]
+    block_ids = F.pad(input_ids.gather(1, anchors)[..., None], (0, K - 1), value=cfg.mask_id)
+    targets = torch.arange(len(batch))[:, None, None], position_ids[..., 1:]
+    keep = valid[..., None] & is_answer.bool()[targets]
     return dict(input_ids=input_ids, anchors=anchors, block_ids=block_ids, position_ids=position_ids,
-                labels=input_ids[row_idx, targets], weights=keep / keep.sum().clamp(min=1))  # fmt: skip
+                labels=input_ids[targets], weights=keep / keep.sum().clamp(min=1))  # fmt: skip
 
 
 def both_views(model, inputs, cfg):
@@ -247,12 +239,12 @@ def both_views(model, inputs, cfg):
     One AR pass over the clean rows is the context of the blocks and their teacher.
     """
     (B, T), (_, M, K), device = inputs["input_ids"].shape, inputs["block_ids"].shape, inputs["input_ids"].device
+    layers, positions = model.model.layers, torch.arange(T, device=device)
+    shape = B, model.config.num_key_value_heads, T, layers[0].self_attn.head_dim  # of the keys, and of the values
+    context = [[torch.empty(shape, device=device, dtype=getattr(torch, cfg.dtype)) for _ in range(2)] for _ in layers]
     with torch.no_grad():
-        config, positions, mask = model.config, torch.arange(T, device=device), build_mask(causal(), 1, T, T, device)
-        sizes = config.num_hidden_layers, B, config.num_key_value_heads, T, model.model.layers[0].self_attn.head_dim
-        kv_cache = KVCache(*sizes, device, getattr(torch, cfg.dtype))
-        ar_hidden = walk(model, inputs["input_ids"], positions.expand(B, T), mask, kv_cache.layers, positions)
-    context = [(keys[:, :, :T], values[:, :, :T]) for keys, values in kv_cache.layers]
+        mask = build_mask(causal(), 1, T, T, device)
+        ar_hidden = walk(model, inputs["input_ids"], positions.expand(B, T), mask, context, positions)
     mask = build_mask(dual_view(T, K, inputs["anchors"]), B, M * K, T + M * K, device)
     hidden = walk(model, inputs["block_ids"].view(B, -1), inputs["position_ids"].view(B, -1), mask, context,
                   project=diffusion_projection, checkpointing=cfg.checkpointing)  # fmt: skip
@@ -314,60 +306,52 @@ def uniform(n, generator):
 def draw_token(probs, u):
     """The first token at which the cumulative probability passes u. (n, V), (n,) -> (n,) int64"""
     cumulative = probs.double().cumsum(-1)
-    bar = u.to(probs.device)[:, None] * cumulative[:, -1:]
+    bar = u.to(probs.device, non_blocking=True)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, bar, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def propose(logits, cfg, generator):
-    """Tokens and the distributions they were drawn from. (n, V) -> (n,), (n, V) or None when greedy"""
+    """Tokens, on the CPU, and the distributions they were drawn from. (n, V) -> (n,), (n, V) or None when greedy"""
     if cfg.temperature < 1e-5:
-        return logits.argmax(-1), None
+        return logits.argmax(-1).cpu(), None
     probs = sampling_probs(logits, cfg)
-    return draw_token(probs, uniform(len(probs), generator)), probs
+    return draw_token(probs, uniform(len(probs), generator)).cpu(), probs
 
 
 def accept(draft_ids, draft_probs, logits, cfg, generator):
     """How many drafts the AR view keeps, and its own next token. Exact for any drafts.
 
-    draft_ids (n,), draft_probs (n, V) or None, logits (n+1, V) of the AR view. Returns (accepted_len, next_id (1,)).
-    Greedy: the longest prefix that equals the argmax. Else a draft d is kept with probability min(1, p(d) / q(d)), and
-    behind the first that is not the next token is drawn from max(p - q, 0), behind the last draft from p.
+    draft_ids (n,) on the CPU, draft_probs (n, V) or None, logits (n+1, V) of the AR view. Returns (accepted_len,
+    next_id (1,) on the CPU). Greedy: the longest prefix that equals the argmax. Else a draft d is kept with probability
+    min(1, p(d) / q(d)), and behind the first that is not the next token is drawn from max(p - q, 0), behind the last
+    draft from p.
     """
     n = len(draft_ids)
     if cfg.temperature < 1e-5:
-        verify_ids = logits.argmax(-1)
+        verify_ids = logits.argmax(-1).cpu()
         accepted_len = (draft_ids == verify_ids[:n]).cumprod(0).sum().item()
         return accepted_len, verify_ids[accepted_len : accepted_len + 1]
     verify_probs = sampling_probs(logits, cfg)  # (n+1, V)
-    next_probs = verify_probs[n:]
-    accepted_len = n
-    if n:
-        p, q = (probs[:n].gather(-1, draft_ids[:, None])[:, 0] for probs in (verify_probs, draft_probs))
-        kept = uniform(n, generator).to(q.device) * q < p
-        accepted_len = kept.cumprod(0).sum().item()
-    if accepted_len < n:
-        next_probs = verify_probs[accepted_len : accepted_len + 1]
-        residual = (next_probs - draft_probs[accepted_len : accepted_len + 1]).clamp(min=0)
-        next_probs = residual if residual.sum() > 0 else next_probs  # rounding alone can empty it
-    return accepted_len, draw_token(next_probs, uniform(1, generator))
+    draft_idx = draft_ids.to(logits.device, non_blocking=True)[:, None]
+    p, q = (probs[:n].gather(-1, draft_idx)[:, 0] for probs in (verify_probs, draft_probs))
+    kept = uniform(n, generator).to(logits.device, non_blocking=True) * q < p
+    accepted_len = kept.cumprod(0).sum()  # stays on the device, so that nothing waits before the next token is drawn
+    residual = (verify_probs[:n] - draft_probs).clamp(min=0)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs[:n])  # rounding can empty it
+    next_probs = torch.cat([residual, verify_probs[n:]])[accepted_len[None]]
+    next_id = draw_token(next_probs, uniform(1, generator))
+    return accepted_len.item(), next_id.cpu()
 
 
-def forward(decoder, ids, mask_mod, cfg):
-    """ids (n,) behind the committed part of the cache, which ends right before the anchor -> logits (n, V)."""
-    start, n = decoder.kv_cache.cache_len, len(ids)
-    positions = torch.arange(start, start + n, device=ids.device)
-    mask = dense(mask_mod, 1, n, start + n, ids.device)
-    return decoder(ids[None], positions[None], mask, decoder.kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
+def forward(decoder, ids, mask_mod, cfg, offsets=None):
+    """Logits (n, V) of ids (n,) behind the committed part of the cache, which ends right before the anchor.
 
-
-def draft_block(views, seq_ids, n, cfg):
-    """Logits (n-1, V) of the tokens behind the anchor, seq_ids[-1]: one pass over [anchor, n-1 masks], all see all.
-
-    Its keys and values stay scratch: verification writes over them.
+    offsets (n,): how far behind it in the text each id stands; None: one after the other.
     """
-    block_ids = torch.full((n,), cfg.mask_id, device=seq_ids.device)
-    block_ids[0] = seq_ids[-1]
-    return forward(views.diffusion, block_ids, full(), cfg)[:-1]  # row i predicts the token behind it, shifted
+    start, n = decoder.kv_cache.cache_len, len(ids)
+    positions = start + (torch.arange(n) if offsets is None else offsets)
+    mask = dense(mask_mod, 1, n, start + n)
+    return decoder(ids[None], positions[None], mask, decoder.kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
 
 
 def likeliest_lengths(logits, count):
@@ -375,7 +359,7 @@ def likeliest_lengths(logits, count):
 
     P(j) = c_1 .. c_j (1 - c_{j+1}), c_i the probability of draft i and c_{m+1} = 0.
     """
-    conf = logits.float().softmax(-1).amax(-1)  # (m,)
+    conf = logits.float().softmax(-1).amax(-1).cpu()  # (m,)
     probs = F.pad(conf.cumprod(0), (1, 0), value=1.0) * F.pad(1 - conf, (0, 1), value=1.0)  # (m+1,)
     return probs.topk(min(count, len(probs))).indices.sort().values
 
@@ -386,51 +370,48 @@ def verify_and_draft(views, ar_ids, group_idx, cfg):
     If the AR view keeps the drafts up to that row, rows 1 .. K-2 of its block guess what follows the AR view's next
     token, unseen. Returns (logits of the AR rows (n, V), {AR row: logits (K-2, V)}).
     """
-    kv_cache, K, n, device = views.merged.kv_cache, cfg.block_size, len(ar_ids), ar_ids.device
-    block_ids = torch.full((len(group_idx), K), cfg.mask_id, device=device)
-    block_ids[:, 0] = ar_ids[group_idx]
-    input_ids = torch.cat([ar_ids, block_ids.flatten()])
-    start, rows = kv_cache.cache_len, len(input_ids)
-    offsets = torch.arange(K, device=device)
-    positions = start + torch.cat([torch.arange(n, device=device), (group_idx[:, None] + offsets).flatten()])
-    views.is_group.zero_()[n:rows] = True
-    mask = dense(merged_views(start, n, K, group_idx), 1, rows, start + rows, device)
-    logits = views.merged(input_ids[None], positions[None], mask, kv_cache.scratch_idx(rows))[0, :, : cfg.vocab_len]
-    groups = logits[n:].view(len(group_idx), K, -1)[:, 1 : K - 1]
-    return logits[:n], dict(zip(group_idx.tolist(), groups))
+    n, w, K = len(ar_ids), len(group_idx), cfg.block_size
+    block_ids = F.pad(ar_ids[group_idx, None], (0, K - 1), value=cfg.mask_id)  # (w, K)
+    offsets = torch.cat([torch.arange(n), (group_idx[:, None] + torch.arange(K)).flatten()])
+    views.is_group.zero_()[n : n + w * K] = True
+    mask_mod = merged_views(views.merged.kv_cache.cache_len, n, K, group_idx)
+    logits = forward(views.merged, torch.cat([ar_ids, block_ids.flatten()]), mask_mod, cfg, offsets)
+    return logits[:n], dict(zip(group_idx.tolist(), logits[n:].view(w, K, -1)[:, 1 : K - 1]))
 
 
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     """Draft a block through the diffusion view, verify it through the AR view, until EOS or max_new_tokens. Batch 1.
 
-    prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): in exact arithmetic the text of plain AR decoding, the
-    first EOS its last token; forwards, rounds, fixed_round (R,), rejected (round, index, token id) and cycles
-    (anchor_pos, draft_ids, accepted_len). Cycle 0 is the prefill, which gives the first token and has no draft.
+    prompt_ids (1, P) int64; the state of the loop lies on the CPU. Returns (seq_ids (1, P+R), record): in exact
+    arithmetic the text of plain AR decoding, the first EOS its last token; forwards, rounds, fixed_round (R,), rejected
+    (round, index, token id) and cycles (anchor_pos, draft_ids, accepted_len). Cycle 0 is the prefill, which gives the
+    first token and has no draft.
     Raises ValueError for a batch or an empty prompt.
     """
     check(cfg)
     if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0 or cfg.block_size == 0:
         raise ValueError(f"Orthrus decodes one prompt of at least one token, not {tuple(prompt_ids.shape)}, "
                          f"in blocks of at least 2, not {cfg.block_size}")  # fmt: skip
-    P, views = prompt_ids.shape[1], decoder or new_decoder(model, prompt_ids.shape[1], cfg)
-    for view in (views.ar, views.diffusion, views.merged):
+    P, seq_ids = prompt_ids.shape[1], prompt_ids[0].cpu()
+    views = decoder or new_decoder(model, P, cfg)
+    kv_cache, fixed_round, rejected, cycles, ended = views.ar.kv_cache, [], [], [], False
+    for view in views[:3]:
         view.reset()
-    kv_cache, seq_ids, fixed_round, cycles, ended = views.ar.kv_cache, prompt_ids[0], [], [], False
     draft_logits = torch.empty(0, 1, device=prompt_ids.device)  # nothing is drafted in front of the prefill
     while not ended:  # seq_ids is x_0 .. x_a, and the cache holds 0 .. a-1: all but the anchor x_a
         a, start, room = len(seq_ids) - 1, kv_cache.cache_len, P + cfg.max_new_tokens - len(seq_ids)
-        # propose: one pass of the diffusion view
+        # propose: one pass of the diffusion view, where all see all; what it writes to the cache stays scratch
         if draft_logits is None:
-            draft_logits = draft_block(views, seq_ids, min(cfg.block_size, room + 1), cfg)
+            block_ids = F.pad(seq_ids[a:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)  # x_a, masks
+            draft_logits = forward(views.diffusion, block_ids, full(), cfg)[:-1]  # shifted: row i is for x_{a+i+1}
         draft_logits = draft_logits[:room]
         draft_ids, draft_probs = propose(draft_logits, cfg, generator)
         # score: one pass of the AR view over the anchor (at first the prompt) and the drafts
         ar_ids = torch.cat([seq_ids[start:], draft_ids])
         if cfg.merged:  # it carries the next draft along
-            logits, groups = verify_and_draft(
-                views, ar_ids, a - start + likeliest_lengths(draft_logits, cfg.merged), cfg
-            )
+            group_idx = a - start + likeliest_lengths(draft_logits, cfg.merged)
+            logits, groups = verify_and_draft(views, ar_ids, group_idx, cfg)
         else:
             logits, groups = forward(views.ar, ar_ids, causal(start), cfg), {}
         # select
@@ -438,18 +419,16 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         # commit: the anchor's and the accepted drafts' AR keys and values; the AR view's own token is the next anchor
         kv_cache.commit(a - start + accepted_len + 1)
         draft_logits = groups.get(a - start + accepted_len)
-        new_ids = torch.cat([draft_ids[:accepted_len], next_id])[:room]
-        eos_idx = [] if cfg.eos_id is None else (new_ids == cfg.eos_id).nonzero()[:1, 0].tolist()
-        new_ids = new_ids[: eos_idx[0] + 1] if eos_idx else new_ids
-        ended = len(eos_idx) > 0 or len(new_ids) == room
-        seq_ids = torch.cat([seq_ids, new_ids])
+        new_ids = torch.cat([draft_ids[:accepted_len], next_id])[:room].tolist()
+        ended = len(new_ids) == room or cfg.eos_id in new_ids
+        new_ids = new_ids[: new_ids.index(cfg.eos_id) + 1] if cfg.eos_id in new_ids else new_ids
+        seq_ids = torch.cat([seq_ids, torch.tensor(new_ids, dtype=torch.int64)])
+        rejected += [(len(cycles), a + 1 + i - P, draft_ids[i].item()) for i in range(accepted_len, len(draft_ids))]
         fixed_round += [len(cycles)] * len(new_ids)
         cycles.append(dict(anchor_pos=a, draft_ids=draft_ids.tolist(), accepted_len=accepted_len))
-    rejected = [(turn, cycle["anchor_pos"] + 1 + i - P, cycle["draft_ids"][i]) for turn, cycle in enumerate(cycles)
-                for i in range(cycle["accepted_len"], len(cycle["draft_ids"]))]  # fmt: skip
-    record = dict(forwards=views.ar.forwards + views.diffusion.forwards + views.merged.forwards, rounds=len(cycles),
-                  fixed_round=fixed_round, rejected=rejected, cycles=cycles)  # fmt: skip
-    return seq_ids[None], record
+    record = dict(forwards=sum(view.forwards for view in views[:3]), rounds=len(cycles), fixed_round=fixed_round,
+                  rejected=rejected, cycles=cycles)  # fmt: skip
+    return seq_ids[None].to(prompt_ids.device), record
 
 
 # -------------------------------------------------------------------------------------- what the frame asks of a script
@@ -461,18 +440,10 @@ Views = collections.namedtuple("Views", "ar diffusion merged is_group")  # three
 
 def read_view(name):
     """The `_diff` tensors in the safetensors files of a folder or Hub id: {key: tensor}, {} where there are none."""
-
-    def find(file):
-        try:
-            return cached_file(name, file)
-        except OSError:
-            return None
-
-    tensors, index = {}, find("model.safetensors.index.json")
-    files = ["diffusion.safetensors"] if find("diffusion.safetensors") else ["model.safetensors"]
-    if index and files == ["model.safetensors"]:
-        files = {file for key, file in json.loads(Path(index).read_text())["weight_map"].items() if "_diff." in key}
-    for path in filter(None, map(find, files)):
+    with contextlib.suppress(OSError):
+        cached_file(name, "diffusion.safetensors")  # fetched from the Hub, where a repository holds them apart
+    folder, tensors = Path(cached_file(name, "config.json")).parent, {}
+    for path in [*folder.glob("model*.safetensors"), *folder.glob("diffusion.safetensors")]:
         with safe_open(path, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys() if "_diff." in key}
     return tensors
@@ -502,15 +473,13 @@ def enter_stage(model, stage, folder, cfg):
 
     "ar" trains the backbone, which makes it another one than that it was loaded as. The method's stage freezes it.
     """
+    view = vars(model).pop("view", {})
     if stage == "ar":
-        model.source, model.view = None, {}
+        model.source = None
         return model
-    cfg.block_size = cfg.block_size or getattr(model.config, "block_size", 32)
-    model.config.block_size = cfg.block_size
-    view = getattr(model, "view", {})
+    cfg.block_size = model.config.block_size = cfg.block_size or getattr(model.config, "block_size", 32)
     if folder is not None and not view:
         notice("the diffusion view is untrained, its weights are copies: the text is right, tokens per forward are few")
-    model.view = {}
     return attach(model, view)
 
 
@@ -541,12 +510,12 @@ def spare_mask_id(backbone, tokenizer):
 
     Without such a row the last added token that is not EOS: its frozen embedding is as good a sign as any  [ours].
     """
-    mask_id, rows = len(tokenizer), backbone.get_input_embeddings().num_embeddings
-    if mask_id >= rows:
-        candidates = [*range(rows), *sorted(tokenizer.added_tokens_decoder)]
-        mask_id = [i for i in candidates if i < rows and i != tokenizer.eos_token_id][-1]
-        word = tokenizer.convert_ids_to_tokens(mask_id)
-        notice(f"the embedding has no spare row: token {mask_id} ({word}) stands for the mask, its embedding frozen")
+    rows, eos_id = backbone.get_input_embeddings().num_embeddings, tokenizer.eos_token_id
+    if len(tokenizer) < rows:
+        return len(tokenizer)
+    mask_id = max([i for i in tokenizer.added_tokens_decoder if i < rows and i != eos_id] or {*range(rows)} - {eos_id})
+    word = tokenizer.convert_ids_to_tokens(mask_id)
+    notice(f"the embedding has no spare row: token {mask_id} ({word}) stands for the mask, its embedding frozen")
     return mask_id
 
 
@@ -554,8 +523,7 @@ def new_decoder(model, prompt_len, cfg):
     """Decoders of the AR view, the diffusion view and both at once, on one cache with room for all that they write."""
     groups = min(cfg.merged, cfg.block_size) * cfg.block_size
     max_len = prompt_len + cfg.max_new_tokens + groups
-    rows = max_len + GraphReplay.MAX_QUERY  # the longest forward, padded
-    is_group = torch.zeros(rows, dtype=torch.bool, device=model.model.embed_tokens.weight.device)
+    is_group = torch.zeros(max_len + GraphReplay.MAX_QUERY, dtype=torch.bool, device=model.device)  # any padded forward
     ar = Decoder(model, max_len, compiled=cfg.compile)
     diffusion, merged = (Decoder(model, max_len, compiled=cfg.compile, project=project, kv_cache=ar.kv_cache)
                          for project in (diffusion_projection, merged_projection(is_group)))  # fmt: skip
