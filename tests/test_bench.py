@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import bench_attention
 import bench_decode
+import bench_loop
 import bench_table
+import bench_train
 import pytest
 import torch
+
+import refusion
 
 
 def last_json(capsys):
@@ -38,6 +42,33 @@ def test_bench_attention(capsys):
     assert len(report["rows"]) == 5 and all(
         row["dense_tflops"] > 0 and 0 < row["allowed"] < 1 for row in report["rows"]
     )
+
+
+def test_bench_loop(capsys):
+    bench_loop.main(["--shape", "tiny", "--prompt", "9", "--new", "8", "--device", "cpu"])
+    rows = last_json(capsys)["rows"]
+    assert [row["script"] for row in rows] == list(bench_train.SCRIPTS)
+    assert all(row["forwards"] > 0 and 0 < row["inside_ms"] < row["total_ms"] for row in rows)
+
+
+@pytest.mark.parametrize("script", bench_train.SCRIPTS)
+def test_bench_train(capsys, script):
+    """Both sides take the same step: the losses are equal."""
+    bench_train.main(["--scripts", script, "--shape", "tiny", "--length", "32", "--repeat", "1", "--device", "cpu"])
+    (row,) = last_json(capsys)["rows"]
+    assert row["loss"] == pytest.approx(row["library_loss"], rel=1e-4) and 0 < row["ours_min"] <= row["ours_ms"]
+    assert row["useful_flop_s"] == pytest.approx(row["useful_flop"] / row["ours_ms"] * 1e3)
+
+
+def test_useful_operations_are_those_of_the_formula():
+    """6 for each weight of a layer and token, 6 for each weight of the head and label, 12 H D for each allowed pair."""
+    model, inputs, cfg, loss = bench_train.setup(refusion, "tiny", 32, 2, "cpu")
+    hidden, inner, layers, heads, kv_heads, head_dim, vocab, _ = bench_decode.SHAPES["tiny"]
+    weights = layers * (hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    pairs = layers * 2 * 32 * 33 // 2
+    labels = int((inputs["labels"] != -100).sum())
+    expected = 6 * (weights * 64 + hidden * vocab * labels) + 12 * heads * head_dim * pairs
+    assert bench_train.useful_operations(refusion, model, inputs, cfg, loss) == expected
 
 
 def test_accuracy_under_parallelism():
