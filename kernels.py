@@ -35,6 +35,14 @@ def refused(what, error=None, instead=""):
     return what in _notices
 
 
+def to_host(*tensors):
+    """Tensors of one shape on the CPU by a single copy: a decoding loop waits once. float64 holds ids and float32."""
+    if tensors[0].is_cuda and len(tensors) > 1:
+        joined = torch.stack([tensor.double() for tensor in tensors]).cpu()
+        return tuple(part.to(tensor.dtype) for part, tensor in zip(joined, tensors))
+    return tuple(tensor.cpu() for tensor in tensors)
+
+
 def dense(mask_mod, B, T, S, device="cpu"):
     """Dense mask of a predicate: (B, 1, T, S) bool, True = may attend. The readable form, the reference in tests."""
     b = torch.arange(B, device=device).view(B, 1, 1, 1)

@@ -62,6 +62,7 @@ from common import (
     token_nll,
     walk,
 )
+from kernels import to_host
 
 METHOD = "refusion"
 
@@ -239,7 +240,7 @@ def propose(logits, cfg, generator):
         uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
         logits = logits.double() / cfg.temperature - torch.log(-torch.log(uniform))
     draft_ids = logits.argmax(-1)
-    return draft_ids.cpu(), probs.gather(-1, draft_ids[:, None])[:, 0].cpu()
+    return to_host(draft_ids, probs.gather(-1, draft_ids[:, None])[:, 0])
 
 
 def select_slots(conf, tau_slot):

@@ -586,6 +586,13 @@ def test_compiled_training_on_flex_equals_the_plain_dense_walk():
 
 
 @pytest.mark.gpu
+def test_one_copy_to_the_host_keeps_ids_and_probabilities():
+    ids, probs = torch.tensor([0, 151935, 2**31 + 1]), torch.tensor([1 / 3, 0.9, 1e-30])
+    for host, tensor in zip(kernels.to_host(ids.cuda(), probs.cuda()), (ids, probs)):
+        assert host.device.type == "cpu" and host.dtype == tensor.dtype and torch.equal(host, tensor)
+
+
+@pytest.mark.gpu
 def test_graph_replay_equals_the_plain_call():
     lm = tiny().to("cuda")
     input_ids, positions = (x.to("cuda") for x in ids_and_positions(B=1, T=40))
