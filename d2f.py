@@ -692,10 +692,15 @@ def spare_mask_id(backbone, tokenizer):
     return None
 
 
+def whole_blocks(cfg):
+    """max_new_tokens that makes `generate` write at least the wanted number of tokens: it counts whole blocks."""
+    return -(-cfg.max_new_tokens // cfg.decode_block_size) * cfg.decode_block_size
+
+
 def new_decoder(model, prompt_len, cfg):
     """A Decoder with room for a prompt and what generate writes, the adapter merged."""
     merge_adapter(model)
-    return Decoder(model, prompt_len + cfg.max_new_tokens, compiled=cfg.compile, project=merged)
+    return Decoder(model, prompt_len + whole_blocks(cfg), compiled=cfg.compile, project=merged)
 
 
 def stages(cfg):
@@ -715,7 +720,13 @@ def stages(cfg):
 
 def decoders(cfg):
     """(label, generate) of each decoding that `--generate` puts beside plain AR."""
-    return [(METHOD, generate), ("vanilla diffusion (teacher, no cache)", generate_vanilla)]
+
+    def rounded(run):
+        return lambda model, prompt_ids, cfg, *rest: run(
+            model, prompt_ids, dataclasses.replace(cfg, max_new_tokens=whole_blocks(cfg)), *rest
+        )
+
+    return [(METHOD, rounded(generate)), ("vanilla diffusion (teacher, no cache)", rounded(generate_vanilla))]
 
 
 def problem(rng):

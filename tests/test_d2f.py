@@ -700,7 +700,7 @@ def test_missing_and_unknown_tensors_are_refused(backbone, tmp_path):
     tensors = load_file(file)
     key = key if backbone == "llada" else "model.layers.0.mlp.up_proj.weight"
     save_file({k: t for k, t in tensors.items() if k != key}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match="missing: model.layers.0"):
+    with pytest.raises(ValueError, match="missing .*: model.layers.0"):
         d2f.load_backbone(name, torch.float32)
     if backbone == "llada":
         save_file(tensors | {"model.transformer.blocks.0.extra.weight": torch.zeros(1)}, file, {"format": "pt"})

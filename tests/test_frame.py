@@ -4,8 +4,10 @@ import dataclasses
 import importlib
 import json
 import os
+import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = [name for name in ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila") if (ROOT / f"{name}.py").exists()]
@@ -59,11 +62,7 @@ def refused(script, capsys, *args, words=()):
     """Exit status 2 and exactly one line on stderr, which holds the words."""
     capsys.readouterr()
     status = run(script, *args)
-    err = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if line.strip() and "it/s]" not in line and "Loading" not in line
-    ]
+    err = capsys.readouterr().err.splitlines()
     assert status == 2 and len(err) == 1, (status, err)
     for word in words:
         assert str(word) in err[0], err[0]
@@ -208,6 +207,36 @@ def test_killed_during_a_save(tmp_path, monkeypatch, name, moment):
     assert run(script, "--train", "--resume", "--generate", "--steps", 5, "--problems", 1, "--out", out) == 0
 
 
+@pytest.mark.parametrize("name", [*SCRIPTS, "d2f with a teacher"])
+def test_resumed_from_between_two_renames_equals_uninterrupted(tmp_path, monkeypatch, name):
+    """Where a save replaces file after file: whichever it died between, resuming gives the run that did not die.
+
+    Of the first save of the last stage, in which the frozen part of the model may be another than that on disk.
+    """
+    script, out, extra = importlib.import_module(name.split()[0]), tmp_path / "run", ()
+    if name != script.METHOD:
+        backbone, tokenizer = script.tiny_backbone(script.Config(seed=1))
+        backbone.save_pretrained(tmp_path / "teacher")
+        tokenizer.save_pretrained(tmp_path / "teacher")
+        extra = ("--teacher", tmp_path / "teacher")
+    replace, save, last, copies = os.replace, script.save, [None], []
+
+    def recorded(*args):
+        if last[0] == (script.METHOD, 1) and str(args[1]).startswith(str(out)):
+            copies.append(shutil.copytree(out, tmp_path / f"copy{len(copies)}"))
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", recorded)
+    monkeypatch.setattr(script, "save", lambda *args: (last.__setitem__(0, args[3:5]), save(*args)))
+    assert run(script, "--train", *short(script, steps=2), *extra, "--out", out, "--save_every", 1) == 0
+    monkeypatch.undo()
+    assert len(copies) >= 6
+    for copy in copies[1::4] + copies[-1:]:
+        assert run(script, "--train", "--resume", "--out", copy) == 0
+        for folder in ("", "ar", "adapter", "aux"):
+            assert same(weights(copy / folder), weights(out / folder)), copy.name
+
+
 def spawn(name, *args):
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -275,6 +304,41 @@ def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys
     assert "  round" in out and "\033" not in out, "piped: plain text"
 
 
+def test_prompts_at_the_borders_of_a_block_and_of_max_len(script, trained, capsys):
+    """1, block-1, block, block+1, max_len tokens; a budget of one token, and of one more than a block."""
+    cfg = script.parse(["--generate", "--model", str(trained(script))])[1]
+    names = ("decode_block_size", "slot_size", "block_size")
+    block = next(getattr(cfg, name) for name in names if hasattr(cfg, name))
+    max_len = 2 * block + 3
+    lengths = (1, block - 1, block, block + 1, max_len)
+    tokenizer = script.load_tokenizer(trained(script))
+    texts = [" pens" * length for length in lengths]
+    assert block > 1
+    assert lengths == tuple(len(script.encode(tokenizer, [{"content": text}])["prompt_ids"]) for text in texts)
+    command = ("--generate", "--model", trained(script), "--max_len", max_len)
+    prompts = [word for text in texts for word in ("--prompt", text)]
+    for budget in (1, block + 1):
+        assert run(script, *command, *prompts, "--max_new_tokens", budget) == 0
+        for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]:
+            assert len(lengths) <= row["new_tokens"] <= len(lengths) * budget, row["label"]
+    refused(script, capsys, *command, *prompts, "--prompt", " pens" * (max_len + 1), words=["max_len"])
+
+
+def test_64_ragged_prompts_in_a_batch_equal_64_single_decodes(trained):
+    """Where batches are offered: Fast-dLLM v2."""
+    import fastdllm_v2 as script
+
+    cfg = script.parse(["--generate", "--model", str(trained(script)), "--max_new_tokens", "16"])[1]
+    model, tokenizer = script.load(str(trained(script)), cfg, training=False)
+    model = script.enter_stage(model, script.METHOD, str(trained(script)), cfg).train(False)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, cfg.vocab_len, (1 + i % 40,), generator=generator) for i in range(64)]
+    texts, _ = script.generate_batch(model, prompts, cfg)
+    for ids, text in zip(prompts, texts, strict=True):
+        single = script.generate(model, ids[None], cfg)[0][0]
+        assert torch.equal(text[: len(single)], single), len(ids)
+
+
 def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
     texts = []
     for _ in range(2):
@@ -320,6 +384,9 @@ ROWS = {
         "messages": [{"role": "user", "content": "Tom has 3 red"}, {"role": "assistant", "content": " 3+4=7."}]
     },
 }
+
+
+ROWS_WITHOUT = [{"prompt": "", "response": " 3+4=7."}] * 8
 
 
 def jsonl(path, rows):
@@ -404,10 +471,14 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "device": (("--generate", "--model", model, "--device", "tpu"), ["tpu"]),
         "nothing to resume": (("--train", "--resume", "--out", tmp_path / "nowhere"), ["nowhere"]),
         "another model's folder": (("--train", "--model", model, "--out", ROOT / "tests"), ["name another --out"]),
+        "no prompt in a row": ((*train, "--data", jsonl(tmp_path / "no_prompt.jsonl", ROWS_WITHOUT)), ["no tokens"]),
+        "prompt that is no text": (("--generate", "--model", model, "--prompt", "\udcff"), ["utf-8"]),
     }
     for row in ("{", "[1]", "3", '"text"', '{"prompt": "a"}', '{"response": "a"}', '{"prompt": 1, "response": "a"}', "\xff\xfe",
                 '{"messages": []}x', '{"messages": [{"role": "user", "content": "a"}]}', '{"messages": 3}', "[" * 100000,
-                '{"prompt": null, "response": null}', '{"messages": ["a"]}'):  # fmt: skip
+                '{"prompt": null, "response": null}', '{"messages": ["a"]}', '{"prompt": "\\ud800", "response": "a"}',
+                '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
+                '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}'):  # fmt: skip
         file = jsonl(tmp_path / f"broken{len(cases)}.jsonl", [ROWS["prompt/response"], row, ROWS["prompt/response"]])
         cases[f"broken row {row[:40]}"] = ((*train, "--data", file), [file.name, "line 2"])
     for name, (args, words) in cases.items():
@@ -426,25 +497,129 @@ def test_a_backbone_without_a_mask_token_cannot_decode_untrained(tmp_path, capsy
     refused(refusion, capsys, "--generate", "--model", tmp_path, words=["no mask token"])
 
 
-def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
-    import shutil
+def reshaped(folder, change):
+    """The weights of a folder with a change."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    for name, text in (("model.safetensors", "junk"), ("config.json", "{"), ("tokenizer.json", "{}"), ("settings.json", "[1]"),
-                       ("settings.json", '{"steps": "x"}'), ("settings.json", "{")):  # fmt: skip
-        folder = tmp_path / f"copy{len(os.listdir(tmp_path))}"
+
+def rewritten(folder, name, **values):
+    """A JSON file of a folder with other values on top."""
+    held = json.loads((folder / name).read_text())
+    held |= {key: value(held) if callable(value) else value for key, value in values.items()}
+    (folder / name).write_text(json.dumps(held))
+
+
+def with_code(folder):
+    """Names code in the folder, which leaves a file `executed` behind when it runs."""
+    for name in ("modeling_x", "tokenization_x"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\nclass X: pass\n")
+    names = {key: "modeling_x.X" for key in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
+    rewritten(folder, "config.json", model_type="x", architectures=["X"], auto_map=names)
+    tokenizers = {"AutoTokenizer": ["tokenization_x.X", None]}
+    rewritten(folder, "tokenizer_config.json", tokenizer_class="X", auto_map=tokenizers)
+
+
+def with_pickle(folder):
+    """Weights in torch's old format, which runs what it holds."""
+
+    class Touch:
+        def __reduce__(self):
+            return open, (str(folder / "executed"), "w")
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Touch()))
+
+
+EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def with_layers(n):
+    """The config says n layers more than there are."""
+    return lambda folder: rewritten(
+        folder, "config.json", num_hidden_layers=lambda c: c["num_hidden_layers"] + n, layer_types=None
+    )
+
+
+def with_word(folder):
+    """The tokenizer knows a word whose id is far outside the embedding."""
+    rewritten(folder, "tokenizer.json", model=lambda t: t["model"] | {"vocab": t["model"]["vocab"] | {"zebra": 10**6}})
+
+
+def written(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+BROKEN = {  # name: (change of a trained folder, words of the line)
+    "weights are junk": (written("model.safetensors", "junk"), ["cannot load"]),
+    "config is cut off": (written("config.json", "{"), ["cannot load"]),
+    "tokenizer is empty": (written("tokenizer.json", "{}"), ["cannot load"]),
+    "settings are a list": (written("settings.json", "[1]"), ["settings"]),
+    "settings of another type": (written("settings.json", '{"steps": "x"}'), ["settings"]),
+    "settings are cut off": (written("settings.json", "{"), []),
+    "another hidden_size": (lambda f: rewritten(f, "config.json", hidden_size=64), ["another shape"]),
+    "a missing tensor": (lambda f: reshaped(f, lambda t: t.pop(UP)), [UP]),
+    "a tensor cut short": (lambda f: reshaped(f, lambda t: t.update({EMBEDDING: t[EMBEDDING][1:].clone()})), [EMBEDDING]),
+    "more layers in the config": (with_layers(1), ["missing", "layers."]),
+    "fewer layers in the config": (with_layers(-1), ["more layers"]),
+    "a token id outside the embedding": (with_word, ["outside"]),
+    "no EOS token": (lambda f: rewritten(f, "tokenizer_config.json", eos_token=None), ["no EOS"]),
+    "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["two tokens"]),
+    "a tokenizer that fails": (lambda f: rewritten(f, "tokenizer_config.json", model_max_length="x"), ["cannot load"]),
+    "a chat template that only fails": (written("chat_template.jinja", "{{ raise_exception('x') }}"), ["template"]),
+    "a chat template that does not parse": (written("chat_template.jinja", "{% for %}"), ["template"]),
+    "code in the folder": (with_code, ["cannot load"]),
+    "a pickle in the folder": (with_pickle, ["cannot load"]),
+}
+
+
+def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
+    """To decode and to train on: one line, nothing written, nothing executed."""
+    out = tmp_path / "out"
+    for name, (change, words) in BROKEN.items():
+        folder = tmp_path / name.replace(" ", "_")
         shutil.copytree(trained(script), folder)
-        (folder / name).write_text(text)
-        refused(script, capsys, "--generate", "--model", folder)
-    folder = tmp_path / "deeper"
+        change(folder)
+        for args in (("--generate",), ("--train", "--steps", 1, "--out", out)):
+            line = refused(script, capsys, *args, "--model", folder, words=words)
+            assert line.startswith(f"{script.METHOD}.py: "), name
+            assert not out.exists() and not Path(f"{out}.tmp").exists() and not (folder / "executed").exists(), name
+
+
+def test_broken_states_are_not_resumed(script, trained, tmp_path, capsys):
+    def without_one(file):
+        with safe_open(file, "pt") as held:
+            tensors, metadata = {key: held.get_tensor(key) for key in held.keys()}, held.metadata()
+        del tensors[next(key for key in tensors if key.startswith("exp_avg."))]
+        save_file(tensors, file, metadata=metadata)
+
+    changes = {
+        "nothing to resume": lambda file: file.write_text("junk"),
+        "of another model": without_one,
+    }
+    for words, change in changes.items():
+        folder = tmp_path / words.replace(" ", "_")
+        shutil.copytree(trained(script), folder)
+        before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        change(folder / "training_state.safetensors")
+        before["training_state.safetensors"] = (folder / "training_state.safetensors").read_bytes()
+        refused(script, capsys, "--train", "--resume", "--steps", 9, "--out", folder, words=[words])
+        assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_a_row_that_the_chat_template_refuses(script, trained, tmp_path, capsys):
+    folder, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(trained(script), folder)
-    config = json.loads((folder / "config.json").read_text())
-    deeper = config | {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
-    (folder / "config.json").write_text(json.dumps(deeper))
-    refused(script, capsys, "--generate", "--model", folder, words=["missing"])
-    folder = tmp_path / "state"
-    shutil.copytree(trained(script), folder)
-    (folder / "training_state.safetensors").write_text("junk")
-    refused(script, capsys, "--train", "--resume", "--out", folder, words=["nothing to resume"])
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    row = {"messages": [{"role": role, "content": "3"} for role in ("system", "user", "assistant")]}
+    data = jsonl(tmp_path / "data.jsonl", [row] * 4)
+    for args in (("--train", "--out", out), ("--generate",)):
+        refused(script, capsys, *args, "--model", folder, "--data", data, words=["template refuses", "no system"])
+    assert not out.exists()
 
 
 def test_a_run_does_not_overwrite_another_models_run(script, trained, tmp_path, capsys):
