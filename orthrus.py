@@ -224,7 +224,7 @@ def make_training_inputs(batch, draws, cfg):
     T = -(-T // 128) * 128 if cfg.device.startswith("cuda") else T  # few lengths, few compilations
     input_ids, is_answer = (torch.tensor([row[name] + [0] * (T - len(row[name])) for row in batch])
                             for name in ("input_ids", "is_answer"))  # fmt: skip
-    anchors, valid = (torch.tensor([draw[name] for draw in draws]) for name in ("anchors", "anchor_valid"))  # (B, M)
+    anchors, valid = (torch.tensor([draw[name] for draw in draws]) for name in ("anchors", "anchor_valid"))
     position_ids = anchors[..., None] + torch.arange(K)  # (B, M, K)
     block_ids = F.pad(input_ids.gather(1, anchors)[..., None], (0, K - 1), value=cfg.mask_id)
     targets = torch.arange(len(batch))[:, None, None], position_ids[..., 1:]
@@ -239,9 +239,9 @@ def both_views(model, inputs, cfg):
     One AR pass over the clean rows is the context of the blocks and their teacher.
     """
     (B, T), (_, M, K), device = inputs["input_ids"].shape, inputs["block_ids"].shape, inputs["input_ids"].device
-    layers, positions = model.model.layers, torch.arange(T, device=device)
-    shape = B, model.config.num_key_value_heads, T, layers[0].self_attn.head_dim  # of the keys, and of the values
-    context = [[torch.empty(shape, device=device, dtype=getattr(torch, cfg.dtype)) for _ in range(2)] for _ in layers]
+    layers, positions, dtype = model.model.layers, torch.arange(T, device=device), getattr(torch, cfg.dtype)
+    shape = B, model.config.num_key_value_heads, T, layers[0].self_attn.head_dim
+    context = [[torch.empty(shape, device=device, dtype=dtype) for _ in range(2)] for _ in layers]  # keys, values
     with torch.no_grad():
         mask = build_mask(causal(), 1, T, T, device)
         ar_hidden = walk(model, inputs["input_ids"], positions.expand(B, T), mask, context, positions)
@@ -337,7 +337,7 @@ def accept(draft_ids, draft_probs, logits, cfg, generator):
     kept = uniform(n, generator).to(logits.device, non_blocking=True) * q < p
     accepted_len = kept.cumprod(0).sum()  # stays on the device, so that nothing waits before the next token is drawn
     residual = (verify_probs[:n] - draft_probs).clamp(min=0)
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs[:n])  # rounding can empty it
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs[:n])  # all 0: rounding
     next_probs = torch.cat([residual, verify_probs[n:]])[accepted_len[None]]
     next_id = draw_token(next_probs, uniform(1, generator))
     return accepted_len.item(), next_id.cpu()
@@ -403,7 +403,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         a, start, room = len(seq_ids) - 1, kv_cache.cache_len, P + cfg.max_new_tokens - len(seq_ids)
         # propose: one pass of the diffusion view, where all see all; what it writes to the cache stays scratch
         if draft_logits is None:
-            block_ids = F.pad(seq_ids[a:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)  # x_a, masks
+            block_ids = F.pad(seq_ids[a:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)
             draft_logits = forward(views.diffusion, block_ids, full(), cfg)[:-1]  # shifted: row i is for x_{a+i+1}
         draft_logits = draft_logits[:room]
         draft_ids, draft_probs = propose(draft_logits, cfg, generator)
@@ -486,12 +486,11 @@ def enter_stage(model, stage, folder, cfg):
 def save_method(model, folder, cfg):
     """The diffusion tensors alone, under their published names; beside them the backbone, or where it lies untouched.
 
-    Both files put together are the released layout.
+    Both files put together are the released layout. The AR stage has no such tensors: those of an earlier run go.
     """
     source, tensors = getattr(model, "source", None), model.state_dict()
     view = {key: tensor.contiguous() for key, tensor in tensors.items() if "_diff." in key}
-    if view:
-        save_file(view, folder / "diffusion.safetensors", metadata={"format": "pt"})
+    save_file(view, folder / "diffusion.safetensors", metadata={"format": "pt"})
     (folder / "backbone.json").write_text(json.dumps({"source": source}))
     if source:
         model.config.save_pretrained(folder)
@@ -513,7 +512,8 @@ def spare_mask_id(backbone, tokenizer):
     rows, eos_id = backbone.get_input_embeddings().num_embeddings, tokenizer.eos_token_id
     if len(tokenizer) < rows:
         return len(tokenizer)
-    mask_id = max([i for i in tokenizer.added_tokens_decoder if i < rows and i != eos_id] or {*range(rows)} - {eos_id})
+    added = [i for i in tokenizer.added_tokens_decoder if i < rows and i != eos_id]
+    mask_id = max(added or {*range(rows)} - {eos_id})
     word = tokenizer.convert_ids_to_tokens(mask_id)
     notice(f"the embedding has no spare row: token {mask_id} ({word}) stands for the mask, its embedding frozen")
     return mask_id
@@ -523,7 +523,7 @@ def new_decoder(model, prompt_len, cfg):
     """Decoders of the AR view, the diffusion view and both at once, on one cache with room for all that they write."""
     groups = min(cfg.merged, cfg.block_size) * cfg.block_size
     max_len = prompt_len + cfg.max_new_tokens + groups
-    is_group = torch.zeros(max_len + GraphReplay.MAX_QUERY, dtype=torch.bool, device=model.device)  # any padded forward
+    is_group = torch.zeros(max_len + GraphReplay.MAX_QUERY, dtype=torch.bool, device=model.device)  # padded
     ar = Decoder(model, max_len, compiled=cfg.compile)
     diffusion, merged = (Decoder(model, max_len, compiled=cfg.compile, project=project, kv_cache=ar.kv_cache)
                          for project in (diffusion_projection, merged_projection(is_group)))  # fmt: skip

@@ -1158,6 +1158,16 @@ def test_an_unchanged_backbone_is_named_not_copied(tmp_path, capsys):
     assert json.loads((again / "backbone.json").read_text()) == {"source": None}
 
 
+def test_an_ar_stage_leaves_no_view_of_an_earlier_run(tmp_path):
+    """Diffusion tensors belong to the AR weights that they were trained with."""
+    cfg = Config(device="cpu", dtype="float32", block_size=4)
+    for stage, found in (("orthrus", True), ("ar", False)):
+        model, tokenizer = orthrus.load("tiny", cfg, training=True)
+        orthrus.save(orthrus.enter_stage(model, stage, None, cfg), tokenizer, dataclasses.replace(
+            cfg, out=str(tmp_path / "run")), stage, 1, {"step": torch.zeros(1)})  # fmt: skip
+        assert bool(orthrus.read_view(tmp_path / "run")) == found
+
+
 def test_the_mask_token_of_a_backbone_that_names_none(tmp_path, capsys):
     """The first row behind the tokenizer; without one, an added token that is not EOS, and that is said."""
     for spare in (0, 5):
