@@ -12,6 +12,8 @@ Implements    shared vocabulary -> link_vocabularies; block-level absorbing nois
 Left out      decoding of several prompts at once, variable-length infilling (DreamOn), a cache for the diffusion LM
 Not as in     the published code, which we could not have: [paper] is what its public summary says, [code] the public
               code of the base models, [ours] what both leave open
+Shapes        n rows or positions, S canvas, B tokens in a block, N blocks, m of them masked, Vs shared vocabulary,
+              D width of the AR model
 Run           python codila.py --train --generate                          (tiny models, CPU)
               python codila.py --generate --model FOLDER --aux FOLDER --prompt "..."
               python codila.py --model FOLDER --infill "def area(r): return" "# of a circle" --max_new_tokens 8
@@ -37,6 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -56,18 +59,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from common import (
-    Decoder,
-    build_mask,
-    causal,
-    dense,
-    full,
-    generate_ar,
-    prepare,
-    segments,
-    token_nll,
-    walk,
-)
+from common import Decoder, build_mask, causal, dense, full, generate_ar, prepare, segments, token_nll, walk
 
 METHOD = "codila"
 
@@ -117,7 +109,7 @@ class Config:
     block_size: int = 4  # [paper] B in decoding: 2, 4 or 8
     blocks_per_step: int = 1  # [paper] static
     tau: float = 0.3  # [ours] dynamic: mean entropy in nats; 0.2 and 0.5 are reported  [paper]
-    window: int = 10  # [paper] candidate blocks, from the first unfinished one; 0: no limit
+    window: int = -1  # [paper] candidate blocks from the first unfinished one; 0: no limit; -1: 10, verify no limit
     tokens_per_step: int = 0  # tokens, verify: K; 0: block_size
     conf: str = "entropy"  # [ours] tokens, verify: -entropy or maxprob
     lam: float = -1.0  # [ours] verify: penalty where the AR model disagrees; -1: larger than any confidence gap
@@ -144,7 +136,7 @@ def check(cfg):
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
-    least = dict(block_size=1, blocks_per_step=1, window=0, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
+    least = dict(block_size=1, blocks_per_step=1, window=-1, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
     for name, low in least.items():
         if getattr(cfg, name) < low:
             raise ValueError(f"{name} must be at least {low}, not {getattr(cfg, name)}")
@@ -152,9 +144,9 @@ def check(cfg):
         raise ValueError(f"p_partial must lie in [0, 1], not {cfg.p_partial}")
     if not cfg.dlm_lr > 0 or math.isnan(cfg.tau) or math.isnan(cfg.lam):
         raise ValueError("dlm_lr must be > 0, tau and lam numbers")
-    for name in ("block_sizes", "table"):
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", getattr(cfg, name) or "1" * (name == "table")):
-            raise ValueError(f"{name} is a list like 2,4,8, not {getattr(cfg, name)!r}")
+    for name, text in (("block_sizes", cfg.block_sizes), ("table", cfg.table or "1")):
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+            raise ValueError(f"{name} is a list like 2,4,8, not {text!r}")
     if len(cfg.tags.split()) != 2:
         raise ValueError(f"tags are two tokens with a space between them, not {cfg.tags!r}")
 
@@ -167,6 +159,7 @@ class Pair(nn.Module):
 
     link: vocab_len, so many leading ids mean the same to both models; banned_ids, those among them that are no text
     (mask, tags); think_id and end_think_id, the AR model's tags; turn_end_id, what ends a turn in chat form, or None.
+    banned (Vs,) bool: the ids of both models, True = never written.
     """
 
     def __init__(self, backbone, aux_model, link):
@@ -174,6 +167,9 @@ class Pair(nn.Module):
         self.backbone, self.aux_model, self.link = backbone.requires_grad_(False), aux_model, link
         aux_model.requires_grad_(True)  # all of it, no added parameter  [paper]
         aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
+        banned = torch.zeros(link["vocab_len"], dtype=torch.bool, device=aux_model.lm_head.weight.device)
+        banned[link["banned_ids"]] = True
+        self.register_buffer("banned", banned, persistent=False)
 
     def train(self, mode=True):
         super().train(mode)
@@ -192,39 +188,40 @@ def link_vocabularies(tokenizer, aux_tokenizer, cfg):
     # tokens added to a vocabulary (mask, tags) may differ, its text may not; a mask may be its last entry
     if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
         raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
-    known = aux_tokenizer.get_vocab()
-    for tag in cfg.tags.split():
-        if tag not in known:
-            raise ValueError(f"the local AR model {cfg.aux!r} has no token {tag}: name two of its own with --tags")
-    think_id, end_think_id = (known[tag] for tag in cfg.tags.split())
-    turn_end = tokenizer.get_vocab().get("<|im_end|>")
-    turn_end = turn_end if turn_end != cfg.eos_id and turn_end is not None and turn_end < vocab_len else None
+    known, tags = aux_tokenizer.get_vocab(), cfg.tags.split()
+    if missing := [tag for tag in tags if tag not in known]:
+        raise ValueError(f"it has no token {missing[0]}: name two of its own with --tags")
+    think_id, end_think_id = (known[tag] for tag in tags)
+    turn_end = tokenizer.get_vocab().get("<|im_end|>", cfg.eos_id)
     banned = sorted(i for i in {cfg.mask_id, think_id, end_think_id} if i < vocab_len)
     return dict(vocab_len=vocab_len, banned_ids=banned, think_id=think_id, end_think_id=end_think_id,
-                turn_end_id=turn_end)  # fmt: skip
+                turn_end_id=turn_end if turn_end < vocab_len and turn_end != cfg.eos_id else None)  # fmt: skip
 
 
-def shared_logits(model, logits, suppress_ids=()):
+def shared_logits(logits, banned):
     """Logits over what both models can say: the first Vs columns, float32, banned ids at -inf.  (.., V) -> (.., Vs)"""
-    logits = logits[..., : model.link["vocab_len"]].float()
-    unsaid = [*model.link["banned_ids"], *suppress_ids]
-    return logits.index_fill(-1, torch.tensor(unsaid, device=logits.device), -torch.inf) if unsaid else logits
+    return logits[..., : len(banned)].float().masked_fill(banned, -torch.inf)
 
 
-def check_known(model, token_ids):
+def check_known(token_ids, banned):
     """Raise ValueError for a token (n,) int64 that is not text to both models."""
-    unsaid = torch.tensor(model.link["banned_ids"], dtype=torch.int64, device=token_ids.device)
-    if len(alien := token_ids[(token_ids >= model.link["vocab_len"]) | torch.isin(token_ids, unsaid)]):
+    alien = token_ids[(token_ids >= len(banned)) | banned[token_ids.clamp(max=len(banned) - 1)]]
+    if len(alien):
         raise ValueError(f"token {alien[0]} is no text to both models")
 
 
-def soft_embed(model, probs, cfg):
-    """Expected input embedding of the AR model: probs @ E, E not detached.  (.., Vs) float32 -> (.., D)  [paper]"""
+def soft_embed(model, probs, token_ids, cfg):
+    """What the AR model reads at n positions: probs @ E, E not detached; the plain embedding of a known token.  [paper]
+
+    probs (n, Vs) float32 marginals; token_ids (n,) int64 as on the canvas: a token that is known there has a one-hot
+    marginal [ours].  -> (n, D)
+    """
     if cfg.topk:
         top = probs.topk(min(cfg.topk, probs.shape[-1]))
         probs = torch.zeros_like(probs).scatter(-1, top.indices, top.values / top.values.sum(-1, keepdim=True))
-    weight = model.aux_model.model.embed_tokens.weight[: model.link["vocab_len"]]
-    return probs.to(weight.dtype) @ weight
+    embed, token_ids = model.aux_model.model.embed_tokens, token_ids.to(probs.device, non_blocking=True)
+    is_masked, soft = token_ids == cfg.mask_id, probs.to(embed.weight.dtype) @ embed.weight[: len(model.banned)]
+    return torch.where(is_masked[:, None], soft, embed(token_ids.masked_fill(is_masked, 0)))
 
 
 def block_context(model, embeds, cfg):
@@ -253,11 +250,16 @@ def draw_length(batch, block_size, cfg, generator):
     return -(-(longest + torch.randint(cfg.max_pad + 1, (1,), generator=generator).item()) // unit) * unit
 
 
+def row_weight(weighting, t, block_masked):
+    """Weight of a row's masked blocks in the bound: count N / m, inverse_t 1 / t, uniform 1.  [ours]"""
+    return {"count": len(block_masked) / max(sum(block_masked), 1), "inverse_t": 1 / t, "uniform": 1.0}[weighting]
+
+
 def draw_noise(batch, cfg, generator):
     """Block-level absorbing noise: all tokens of a block are masked together.  [paper]
 
     batch: list of {"prompt_ids", "answer_ids"} (lists of ints, the answer ends with EOS). Returns a list of dicts:
-    block_size and length, the same in all rows; t, the noise level; block_masked, one bool per block; known, per block
+    block_size and length, the same in all rows; block_masked, one bool per block, and their weight; known, per block
     one bool per token that is shown although its block is masked (none unless p_partial > 0).
     """
     options = sizes(cfg.block_sizes)
@@ -273,9 +275,21 @@ def draw_noise(batch, cfg, generator):
             block_masked = torch.rand(N, generator=generator) < t
         partial = torch.rand(N, 1, generator=generator) < cfg.p_partial
         known = partial & (torch.rand(N, B, generator=generator) < torch.rand(N, 1, generator=generator))
-        draws.append(
-            dict(block_size=B, length=length, t=t, block_masked=block_masked.tolist(), known=known.tolist())
-        )
+        masked = block_masked.tolist()
+        draws.append(dict(block_size=B, length=length, block_masked=masked, known=known.tolist(),
+                          weight=row_weight(cfg.weighting, t, masked)))  # fmt: skip
+    return draws
+
+
+def draw_token_noise(batch, cfg, generator):
+    """The same for blocks of one token, each masked with p = t, t stratified over the batch: masked diffusion."""
+    length, n = draw_length(batch, 1, cfg, generator), len(batch)
+    t = 1e-3 + (1 - 1e-3) * (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
+    is_masked, draws = torch.rand(n, length, generator=generator) < t[:, None], []
+    for r, row in enumerate(batch):
+        masked = is_masked[r, len(row["prompt_ids"]) :].tolist()
+        draws.append(dict(block_size=1, length=length, block_masked=masked, known=[[False]] * len(masked),
+                          weight=row_weight("inverse_t", t[r].item(), masked)))  # fmt: skip
     return draws
 
 
@@ -286,32 +300,42 @@ def make_training_inputs(batch, draws, cfg):
 
     The grid starts behind the prompt; EOS padding is data, masked and learnt like any token. Returns a dict:
     input_ids (n, S) int64; block_pos, block_ids (n, M, B) int64 and weights (n, M, B) float32, M = most masked blocks
-    of a row, the places not used at weight 0. The loss is sum(weights * nll): a token still masked weighs
-    w / sum over rows of N B, where w is N / m, 1 / t or 1 (cfg.weighting; m of the row's N blocks are masked).
+    of a row, the places not used at weight 0. The loss is sum(weights * nll): a token still masked has the weight of
+    its row over the number of tokens in blocks, sum over rows of N B.
     """
     B, S = draws[0]["block_size"], draws[0]["length"]
-    M = max(1, *(sum(draw["block_masked"]) for draw in draws))
-    maskable = sum((S - len(row["prompt_ids"])) // B * B for row in batch)
-    shape = (len(batch), M, B)
+    maskable = sum(len(draw["block_masked"]) * B for draw in draws)
+    shape = (len(batch), max(1, *(sum(draw["block_masked"]) for draw in draws)), B)
     inputs = dict(input_ids=torch.full((len(batch), S), cfg.eos_id), block_pos=torch.zeros(shape, dtype=torch.int64),
                   block_ids=torch.full(shape, cfg.eos_id), weights=torch.zeros(shape))  # fmt: skip
     for r, (row, draw) in enumerate(zip(batch, draws)):
-        P, ids = len(row["prompt_ids"]), torch.tensor(row["prompt_ids"] + row["answer_ids"])
-        masked = [j for j, is_masked in enumerate(draw["block_masked"]) if is_masked]
-        weight = {"count": len(draw["block_masked"]) / max(len(masked), 1), "inverse_t": 1 / draw["t"], "uniform": 1.0}
-        inputs["input_ids"][r, : len(ids)] = ids
-        for place, j in enumerate(masked):
-            pos, known = torch.arange(P + j * B, P + j * B + B), torch.tensor(draw["known"][j])
-            inputs["block_pos"][r, place], inputs["block_ids"][r, place] = pos, inputs["input_ids"][r, pos]
-            inputs["weights"][r, place] = ~known * (weight[cfg.weighting] / maskable)
-            inputs["input_ids"][r, pos[~known]] = cfg.mask_id
+        P, ids, input_ids = len(row["prompt_ids"]), row["prompt_ids"] + row["answer_ids"], inputs["input_ids"][r]
+        input_ids[: len(ids)] = torch.tensor(ids)
+        masked = torch.tensor(draw["block_masked"]).nonzero()[:, 0]  # (m,)
+        pos, known = P + masked[:, None] * B + torch.arange(B), torch.tensor(draw["known"])[masked]  # (m, B)
+        inputs["block_pos"][r, : len(masked)], inputs["block_ids"][r, : len(masked)] = pos, input_ids[pos]
+        inputs["weights"][r, : len(masked)] = ~known * (draw["weight"] / maskable)
+        input_ids[pos[~known]] = cfg.mask_id
     return inputs
 
 
-def in_chunks(function, *tensors, size=2048):
-    """cat of function(slices) over the first dimension, recomputed in backward: rows of 150k logits never pile up."""
-    parts = [checkpoint(function, *part, use_reentrant=False) for part in zip(*(t.split(size) for t in tensors))]
-    return [torch.cat(column) for column in zip(*parts)]
+def read_rows(backbone, inputs, cfg):
+    """One forward of the diffusion LM: everything sees everything, the row before a token predicts it.  [code]
+
+    Returns hidden (m, B, width), what predicts the tokens of the masked blocks, and which those are, (n, M) bool.
+    """
+    (n, S), device = inputs["input_ids"].shape, inputs["input_ids"].device
+    positions, mask = torch.arange(S, device=device).expand(n, S), build_mask(full(), 1, S, S, device)
+    hidden = walk(backbone, inputs["input_ids"], positions, mask, checkpointing=cfg.checkpointing)
+    used = (inputs["weights"] > 0).any(-1)
+    used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
+    return hidden[used.nonzero()[:, :1], (inputs["block_pos"][used] - 1).clamp(min=0)], used
+
+
+def dlm_loss(model, inputs, cfg):
+    """The masked-diffusion bound of a backbone, over blocks of one token. Returns (loss, logs)."""
+    hidden, used = read_rows(model, inputs, cfg)
+    return (inputs["weights"][used] * token_nll(model, hidden, inputs["block_ids"][used])).sum(), {}
 
 
 def block_nll(model, inputs, cfg):
@@ -321,37 +345,28 @@ def block_nll(model, inputs, cfg):
     diffusion LM over the rows, one of the AR model over the blocks:  -log p(block | x) = -sum_j log p_AR(y_j | <think>
     e_1 .. e_B </think> y_<j),  e_j = marginal_j @ E.
     """
-    input_ids, (n, S), device = inputs["input_ids"], inputs["input_ids"].shape, inputs["input_ids"].device
-    used = (inputs["weights"] > 0).any(-1)  # (n, M)
-    used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
-    row_idx, pos, labels = used.nonzero()[:, 0], inputs["block_pos"][used], inputs["block_ids"][used]  # (m,), (m, B)
-    is_known = input_ids[row_idx[:, None], pos] != cfg.mask_id
-    check_known(model, labels.flatten())
     with torch.no_grad():
-        positions = torch.arange(S, device=device).expand(n, S)
-        hidden = walk(model.backbone, input_ids, positions, build_mask(full(), 1, S, S, device))
-        hidden = hidden[row_idx[:, None], (pos - 1).clamp(min=0)].flatten(0, 1)  # row p-1 predicts p  [code]
+        hidden, used = read_rows(model.backbone, inputs, cfg)
+    row_idx, pos, labels = used.nonzero()[:, :1], inputs["block_pos"][used], inputs["block_ids"][used]  # (m, 1), (m, B)
+    canvas_ids = inputs["input_ids"][row_idx, pos]
+    check_known(labels.flatten(), model.banned)
 
-    def read(rows, targets):
+    def read(rows, targets, token_ids):
         with torch.no_grad():
-            logp = shared_logits(model, model.backbone.lm_head(rows)).log_softmax(-1)
-        return soft_embed(model, logp.exp(), cfg), -logp.gather(-1, targets[:, None])[:, 0]
+            logp = shared_logits(model.backbone.lm_head(rows), model.banned).log_softmax(-1)
+        return soft_embed(model, logp.exp(), token_ids, cfg), -logp.gather(-1, targets[:, None])[:, 0]
 
-    def write(rows, targets):
-        logp = shared_logits(model, model.aux_model.lm_head(rows)).log_softmax(-1)
-        return (-logp.gather(-1, targets[:, None])[:, 0],)
-
-    m, B = labels.shape
-    embeds, nll_alone = in_chunks(read, hidden, labels.flatten())
-    certain = model.aux_model.model.embed_tokens(labels)  # a known token: its own embedding, a one-hot marginal  [ours]
-    embeds = torch.where(is_known[..., None], certain, embeds.view_as(certain))
+    # in chunks, recomputed in backward: rows of 150k logits never pile up
+    chunks = zip(*(tensor.flatten(0, 1).split(2048) for tensor in (hidden, labels, canvas_ids)))
+    parts = zip(*(checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks))
+    embeds, nll_alone = (torch.cat(part).unflatten(0, labels.shape) for part in parts)
     inputs_embeds, first = teacher_forced(model, embeds, labels, cfg)  # (m, T, D), T = 2 B + 1
-    T = inputs_embeds.shape[1]
+    (m, T), device = inputs_embeds.shape[:2], inputs_embeds.device
     positions = torch.arange(T, device=device).expand(m, T)  # every block starts at 0  [ours]
     mask = dense(causal(), 1, T, T, device)  # rows far shorter than a tile of flex_attention
     hidden = walk(model.aux_model, inputs_embeds, positions, mask, checkpointing=cfg.checkpointing)[:, first:]
-    (nll,) = in_chunks(write, hidden.flatten(0, 1), labels.flatten())
-    return nll.view(m, B), nll_alone.view(m, B), inputs["weights"][used]
+    head = types.SimpleNamespace(lm_head=lambda rows: shared_logits(model.aux_model.lm_head(rows), model.banned))
+    return token_nll(head, hidden, labels), nll_alone, inputs["weights"][used]
 
 
 def training_loss(model, inputs, cfg):
@@ -360,37 +375,7 @@ def training_loss(model, inputs, cfg):
     return (weights * nll).sum(), {"marginals": (weights * nll_alone).sum().item()}
 
 
-def draw_token_noise(batch, cfg, generator):
-    """Masked diffusion of the backbone: t stratified over the batch, each token behind the prompt masked with p = t."""
-    length, n = draw_length(batch, 1, cfg, generator), len(batch)
-    t = (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
-    return length, 1e-3 + (1 - 1e-3) * t, torch.rand(n, length, generator=generator)
-
-
-def make_dlm_inputs(batch, draws, cfg):
-    """input_ids, labels, weights (n, S): label p-1 is the masked token p (shifted, as an AR backbone predicts)."""
-    length, t, uniform = draws
-    ids, behind = torch.full((len(batch), length), cfg.eos_id), torch.zeros(len(batch), length, dtype=torch.bool)
-    for r, row in enumerate(batch):
-        tokens = torch.tensor(row["prompt_ids"] + row["answer_ids"])
-        ids[r, : len(tokens)], behind[r, len(row["prompt_ids"]) :] = tokens, True
-    is_masked = behind & (uniform < t[:, None])
-    labels = torch.where(is_masked, ids, -100).roll(-1, dims=1)
-    weights = (1 / t / behind.sum())[:, None].expand(labels.shape)
-    return {"input_ids": ids.masked_fill(is_masked, cfg.mask_id), "labels": labels, "weights": weights}
-
-
-def dlm_loss(model, inputs, cfg):
-    """The masked-diffusion bound of the backbone, full attention. Returns (loss, logs)."""
-    (n, S), device = inputs["input_ids"].shape, inputs["input_ids"].device
-    positions, mask = torch.arange(S, device=device).expand(n, S), build_mask(full(), 1, S, S, device)
-    hidden = walk(model, inputs["input_ids"], positions, mask, checkpointing=cfg.checkpointing)
-    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
-
-
 # ------------------------------------------------------------------------------------------------------------ decoding
-
-MODES = ("static", "dynamic", "verify", "tokens", "indep")
 
 
 def draw_tokens(logits, cfg, generator):
@@ -407,127 +392,130 @@ def draw_tokens(logits, cfg, generator):
     return (logits - torch.log(-torch.log(uniform))).argmax(-1)  # Gumbel-max = a draw from the softmax
 
 
+def end_ids(cfg):
+    """What ends an answer: the end of a turn in chat form, then EOS."""
+    return [i for i in (cfg.turn_end_id, cfg.eos_id) if i is not None]
+
+
+def text_end(ids, origin, stop_ids):
+    """Index of the first stop token from origin on, or the length of ids (S,)."""
+    found = torch.isin(ids[origin:], torch.tensor(stop_ids, dtype=torch.int64)).nonzero()
+    return origin + found[0].item() if len(found) else len(ids)
+
+
 def candidates(ids, origin, cfg, stop_ids):
-    """{block index: its eligible positions}: masked, before the first stop token, in the window.  ids: list of ints"""
-    end = next((p for p in range(origin, len(ids)) if ids[p] in stop_ids), len(ids))
-    blocks = {}
-    for p in range(origin, end):
-        if ids[p] == cfg.mask_id:
-            blocks.setdefault((p - origin) // cfg.block_size, []).append(p)
-    first = min(blocks, default=0)
-    return {i: positions for i, positions in blocks.items() if not cfg.window or i < first + cfg.window}
+    """Where something may be written: masks in front of the first stop token, in the window. ids (S,) int64.
+
+    Returns (start, is_open): the position of the first block with such a mask, and (N, B) bool, True at such masks of
+    the blocks from there to the last candidate. None if there is none.
+    """
+    B, window = cfg.block_size, cfg.window
+    if window < 0:
+        window = 0 if cfg.mode == "verify" else 10
+    is_open = ids[origin : text_end(ids, origin, stop_ids)] == cfg.mask_id
+    is_open = F.pad(is_open, (0, -len(is_open) % B)).view(-1, B)  # the last block may be shorter
+    block_idx = is_open.any(1).nonzero()[:, 0]
+    if not len(block_idx):
+        return None
+    block_idx = block_idx[block_idx < block_idx[0] + (window or len(is_open))]
+    return origin + block_idx[0].item() * B, is_open[block_idx[0] : block_idx[-1] + 1]
 
 
-def select_blocks(blocks, entropy, cfg):
-    """Blocks of lowest mean entropy over their eligible positions, whole.  [paper]  -> [(block index, positions)]"""
-    order = sorted(blocks, key=lambda i: (sum(entropy[p] for p in blocks[i]) / len(blocks[i]), i))
-    return [(i, blocks[i]) for i in order[: cfg.blocks_per_step]]
+def propose(model, dlm, ids, start, end, cfg, banned, generator):
+    """One forward of the diffusion LM over the whole canvas: the marginals of positions start .. end-1.
+
+    ids (S,) int64, on the CPU. Returns logits and probs (n, Vs) float32, on the device; on the CPU doubt (n,) float64,
+    entropy in nats or -maxprob, and draft_ids (n,) int64, what the diffusion LM itself would write at masks.
+    """
+    S, token_ids = len(ids), ids[start:end]
+    raw = dlm(ids[None], torch.arange(S)[None], dense(full(), 1, S, S), dlm.kv_cache.scratch_idx(S))[0]  # no commit
+    raw = torch.cat([raw[max(start - 1, 0)][None], raw[start : end - 1]])  # row p-1 predicts p  [code]
+    logits = shared_logits(raw, banned)
+    probs = logits.softmax(-1)  # temperature 1, as in training  [ours]
+    by_tokens = cfg.mode in ("verify", "tokens")
+    doubt = -probs.amax(-1) if by_tokens and cfg.conf == "maxprob" else torch.special.entr(probs).sum(-1)
+    masked = (token_ids == cfg.mask_id).nonzero()[:, 0]
+    rows = logits[masked.to(logits.device, non_blocking=True)]
+    drafts = draw_tokens(rows, cfg, generator) if by_tokens or cfg.mode == "indep" else rows.argmax(-1)
+    return logits, probs, doubt.cpu().double(), token_ids.index_copy(0, masked, drafts.cpu())
 
 
-def select_prefix(blocks, entropy, cfg):
-    """The longest prefix of a block whose mean entropy is at most tau, if it has two tokens.  [paper]
+def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
+    """What the AR model would write at every position of a span, given the draft in front of it.  [paper]
+
+    probs (n, Vs); token_ids (canvas) and draft_ids (n,) int64, from the start of a block. One forward for all blocks,
+    packed in one row under a mask that keeps them apart.  -> (n,) int64, on the CPU
+    """
+    parts, segment_ids, positions, rows = [], [], [], []
+    aux.kv_cache.truncate(0)
+    embeds, draft_ids = soft_embed(model, probs, token_ids, cfg), draft_ids.to(probs.device, non_blocking=True)
+    for own, drafts in zip(embeds.split(cfg.block_size), draft_ids.split(cfg.block_size)):
+        part, first = teacher_forced(model, own[None], drafts[None], cfg)
+        T = part.shape[1]
+        rows += range(len(positions) + first, len(positions) + T)
+        segment_ids += [len(parts)] * T
+        positions += range(T)  # every block starts at 0
+        parts.append(part)
+    T = len(positions)
+    mask, write_idx = dense(segments(torch.tensor([segment_ids])), 1, T, T), aux.kv_cache.scratch_idx(T)
+    logits = aux(torch.cat(parts, dim=1), torch.tensor([positions]), mask, write_idx)[0]
+    return shared_logits(logits, banned).argmax(-1).cpu()[rows]
+
+
+def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
+    """The AR model writes a block from its first position to its offset `last`, one forward a token.
+
+    probs (b, Vs), of the one forward of the diffusion LM throughout; token_ids (b,) int64 as on the canvas: a known
+    token is fed, not drawn.  -> (b,) int64, on the CPU; nothing waits for the device before.
+    """
+    written, is_masked = token_ids.to(probs.device, copy=True), token_ids == cfg.mask_id
+    aux.kv_cache.truncate(0)
+    waiting = block_context(model, soft_embed(model, probs, token_ids, cfg)[None], cfg)  # (1, b+2, D), then one token
+    for j in range(last + 1):
+        start, n = aux.kv_cache.cache_len, waiting.shape[1]
+        mask, write_idx = dense(causal(start), 1, n, start + n), aux.kv_cache.scratch_idx(n)
+        logits = aux(waiting, torch.arange(start, start + n)[None], mask, write_idx)[:, -1]
+        aux.kv_cache.commit(n)
+        if is_masked[j]:
+            written[j] = draw_tokens(shared_logits(logits, banned), cfg, generator)[0]
+        waiting = written[j].view(1, 1)
+    return written.cpu()
+
+
+def select_blocks(is_open, doubt, cfg):
+    """The open positions of the blocks of lowest mean doubt.  [paper]
+
+    is_open (N, B) bool, doubt (N, B) float64. Returns a list of indices (k,) int64 into the N B places, here one for
+    each block, the most certain first; ties go to the lowest index.
+    """
+    mean = (doubt * is_open).sum(1) / is_open.sum(1)  # NaN, sorted to the end, where nothing is open
+    best = mean.argsort(stable=True)[: min(cfg.blocks_per_step, is_open.any(1).sum())].tolist()
+    return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best]
+
+
+def select_prefix(is_open, doubt, cfg):
+    """The longest prefix of a block's open positions whose mean doubt is at most tau, if it has two.  [paper]
 
     Else the single most certain position. The running mean is not monotone: every length is tried.
     """
-    found = []
-    for i, positions in blocks.items():
-        for k in range(len(positions), 1, -1):
-            mean = sum(entropy[p] for p in positions[:k]) / k
-            if mean <= cfg.tau:
-                found.append((-k, mean, i))
-                break
-    if found:
-        k, _, i = min(found)
-        return [(i, blocks[i][:-k])]
-    _, p, i = min((entropy[p], p, i) for i, positions in blocks.items() for p in positions)
-    return [(i, [p])]
+    count = is_open.cumsum(1)
+    mean = (doubt * is_open).cumsum(1) / count
+    length = torch.where(is_open & (mean <= cfg.tau), count, 0)
+    if length.max() < 2:
+        return [torch.where(is_open, doubt, torch.inf).argmin().view(1)]
+    i, j = divmod(torch.where(length == length.max(), mean, torch.inf).argmin().item(), cfg.block_size)
+    return [i * cfg.block_size + is_open[i, : j + 1].nonzero()[:, 0]]
 
 
-def select_tokens(blocks, conf, cfg):
-    """The K most confident eligible positions, whatever their blocks."""
-    eligible = [p for positions in blocks.values() for p in positions]
-    return sorted(sorted(eligible, key=lambda p: (-conf[p], p))[: cfg.tokens_per_step or cfg.block_size])
+def select_tokens(is_open, doubt, cfg):
+    """The K most certain open positions, whatever their blocks."""
+    K = min(cfg.tokens_per_step or cfg.block_size, is_open.sum())
+    return [torch.where(is_open, doubt, torch.inf).flatten().argsort(stable=True)[:K].sort().values]
 
 
-Proposal = collections.namedtuple("Proposal", "spans row logits probs entropy")  # of one forward, see `propose`
-View = collections.namedtuple("View", "token_ids is_masked probs")  # of a block: (b,) int64, (b,) bool, (masks, Vs)
-
-
-def propose(model, dlm, ids, origin, blocks, cfg, suppress_ids):
-    """One forward of the diffusion LM over the whole canvas: a marginal for every mask of the candidate blocks.
-
-    ids: list of S ints; blocks of `candidates`. Returns spans {block index: its positions}, row {masked position: its
-    row in logits and probs}, logits and probs (masks, Vs) float32, entropy {masked position: nats}.
-    """
-    S, device = len(ids), dlm.backbone.lm_head.weight.device
-    starts = {i: origin + i * cfg.block_size for i in blocks}
-    spans = {i: range(start, min(start + cfg.block_size, S)) for i, start in starts.items()}
-    masked = [p for span in spans.values() for p in span if ids[p] == cfg.mask_id]
-    positions, mask = torch.arange(S, device=device)[None], dense(full(), 1, S, S, device)
-    logits = dlm(torch.tensor([ids], device=device), positions, mask, dlm.kv_cache.scratch_idx(S))[0]  # no commit
-    logits = shared_logits(model, logits[[max(p - 1, 0) for p in masked]], suppress_ids)  # row p-1 predicts p  [code]
-    probs = logits.softmax(-1)  # temperature 1, as in training  [ours]
-    entropy = torch.special.entr(probs).sum(-1).tolist()
-    return Proposal(spans, {p: r for r, p in enumerate(masked)}, logits, probs, dict(zip(masked, entropy)))
-
-
-def view_block(proposal, block_idx, ids):
-    """What the AR model is to know of a block."""
-    span, device = proposal.spans[block_idx], proposal.probs.device
-    is_masked = torch.tensor([p in proposal.row for p in span], device=device)
-    rows = [proposal.row[p] for p in span if p in proposal.row]
-    return View(torch.tensor([ids[p] for p in span], device=device), is_masked, proposal.probs[rows])
-
-
-def block_embeds(model, view, cfg):
-    """Soft embeddings of a block's masked positions, plain ones of the known.  -> (1, b, D)"""
-    embeds = model.aux_model.model.embed_tokens(view.token_ids.masked_fill(view.is_masked, 0))
-    embeds[view.is_masked] = soft_embed(model, view.probs, cfg)
-    return embeds[None]
-
-
-def write_block(model, aux, view, last, cfg, suppress_ids, generator):
-    """The AR model writes a block from its first position to its offset `last`, one forward a token.  -> (b,) int64
-
-    The marginals stay those of the one forward of the diffusion LM. At a known position the known token is fed.
-    """
-    token_ids, device = view.token_ids.clone(), view.token_ids.device
-    aux.kv_cache.truncate(0)
-    waiting = block_context(model, block_embeds(model, view, cfg), cfg)  # (1, b+2, D), then one token id
-    for j in range(last + 1):
-        start, n = aux.kv_cache.cache_len, waiting.shape[1]
-        positions = torch.arange(start, start + n, device=device)[None]
-        mask, write_idx = dense(causal(start), 1, n, start + n, device), aux.kv_cache.scratch_idx(n)
-        logits = aux(waiting, positions, mask, write_idx)[:, -1]
-        aux.kv_cache.commit(n)
-        if view.is_masked[j]:
-            token_ids[j] = draw_tokens(shared_logits(model, logits, suppress_ids), cfg, generator)[0]
-        waiting = token_ids[j].view(1, 1)
-    return token_ids
-
-
-def review(model, aux, proposal, draft_ids, ids, cfg, suppress_ids):
-    """Positions where the AR model, given the draft in front of them, would write another token.  [paper]
-
-    draft_ids (masks,). One forward for all candidate blocks, packed in one row under a mask that keeps them apart.
-    """
-    parts, segment_ids, positions, rows, masked = [], [], [], [], list(proposal.row)
-    aux.kv_cache.truncate(0)
-    for block_idx, span in proposal.spans.items():
-        view = view_block(proposal, block_idx, ids)
-        written = view.token_ids.clone()
-        written[view.is_masked] = draft_ids[[proposal.row[p] for p in span if p in proposal.row]]
-        part, first = teacher_forced(model, block_embeds(model, view, cfg), written[None], cfg)
-        rows += [len(positions) + first + p - span.start for p in span if p in proposal.row]
-        positions += range(part.shape[1])  # every block starts at 0
-        segment_ids += [block_idx] * part.shape[1]
-        parts.append(part)
-    T, device = len(positions), draft_ids.device
-    mask = dense(segments(torch.tensor([segment_ids], device=device)), 1, T, T, device)
-    positions = torch.tensor([positions], device=device)
-    logits = aux(torch.cat(parts, dim=1), positions, mask, aux.kv_cache.scratch_idx(T))[0, rows]
-    agreed = shared_logits(model, logits, suppress_ids).argmax(-1) == draft_ids
-    return [p for p, same in zip(masked, agreed.tolist()) if not same]
+# what a round writes; in the last three modes it is the diffusion LM that writes
+MODES = dict(static=select_blocks, dynamic=select_prefix,
+             verify=select_tokens, tokens=select_tokens, indep=select_blocks)  # fmt: skip
 
 
 @torch.no_grad()
@@ -539,57 +527,54 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
     decoder: of new_decoder. Returns (seq_ids (1, P+R), record), everything behind the first stop token being EOS.
     record: forwards (diffusion LM), aux_forwards (AR model), rounds, fixed_round (R,), -1 where nothing was masked;
     rejected, vetoed drafts as (round, index among the R, token id); trace: per round [block, tokens written] of each
-    block, or [positions, positions where the AR model disagreed].
+    block, or [positions, positions where the AR model disagreed]. The state of the loop lies on the CPU.
     Raises ValueError for a batch, or a known token on the canvas that the AR model does not know as such.
     """
     check(cfg)
     if prompt_ids.shape[0] != 1:
         raise ValueError(f"CoDiLA decodes one prompt, not {prompt_ids.shape[0]}")
-    origin, link = prompt_ids.shape[1], model.link
-    canvas = [cfg.mask_id] * cfg.max_new_tokens if canvas_ids is None else canvas_ids[0].tolist()
-    check_known(model, torch.tensor([i for i in canvas if i != cfg.mask_id], dtype=torch.int64))
-    ids, stop_ids = prompt_ids[0].tolist() + canvas, {cfg.eos_id, cfg.turn_end_id} if stop_ids is None else stop_ids
-    dlm, aux = (part.reset() for part in decoder or new_decoder(model, origin, cfg, len(canvas)))
-    fixed_round, rejected, trace, rounds = [-1] * len(ids), [], [], 0
-    while blocks := candidates(ids, origin, cfg, stop_ids):
-        # propose: a marginal for every mask of the candidate blocks, from one forward of the diffusion LM
-        proposal = propose(model, dlm, ids, origin, blocks, cfg, suppress_ids)
-        # score: by certainty; a draft that the AR model would not write loses lam
-        conf, disagreed = {p: -h for p, h in proposal.entropy.items()}, []
-        if cfg.conf == "maxprob":
-            conf = dict(zip(conf, proposal.probs.amax(-1).tolist()))
-        draft_ids = None if cfg.mode in ("static", "dynamic") else draw_tokens(proposal.logits, cfg, generator)
+    P, B, banned = prompt_ids.shape[1], cfg.block_size, model.banned.clone()
+    canvas = torch.full((1, cfg.max_new_tokens), cfg.mask_id) if canvas_ids is None else canvas_ids.cpu()
+    check_known(canvas[canvas != cfg.mask_id], banned.cpu())
+    banned[list(suppress_ids)] = True
+    ids, stop_ids = torch.cat([prompt_ids.cpu(), canvas], dim=1)[0], end_ids(cfg) if stop_ids is None else stop_ids
+    lam = cfg.lam if cfg.lam >= 0 else 1.0 if cfg.conf == "maxprob" else math.log(len(banned))
+    dlm, aux = (part.reset() for part in decoder or new_decoder(model, P, cfg, len(ids) - P))
+    fixed_round, rejected, trace, rounds = torch.full((len(ids),), -1), [], [], 0
+    while window := candidates(ids, P, cfg, stop_ids):
+        # propose: marginals for the candidate blocks, from one forward of the diffusion LM
+        start, is_open = window
+        token_ids = ids[start : start + is_open.numel()].clone()  # (n,): the last block may be shorter
+        n, is_masked = len(token_ids), token_ids == cfg.mask_id
+        logits, probs, doubt, draft_ids = propose(model, dlm, ids, start, start + n, cfg, banned, generator)
+        # score: by entropy; a draft that the AR model would not write is lam more doubtful
+        disagreed = torch.zeros_like(is_masked)
         if cfg.mode == "verify":
-            disagreed = review(model, aux, proposal, draft_ids, ids, cfg, suppress_ids)
-            lam = cfg.lam if cfg.lam >= 0 else 1.0 if cfg.conf == "maxprob" else math.log(link["vocab_len"])
-            conf |= {p: conf[p] - lam for p in disagreed}
+            disagreed = is_masked & (review(model, aux, probs, token_ids, draft_ids, cfg, banned) != draft_ids)
+        doubt = F.pad(doubt + lam * disagreed, (0, is_open.numel() - n)).view(is_open.shape)
         # select
-        if cfg.mode in ("verify", "tokens"):
-            chosen = [(None, select_tokens(blocks, conf, cfg))]
-        else:
-            chosen = (select_prefix if cfg.mode == "dynamic" else select_blocks)(blocks, proposal.entropy, cfg)
-        # commit: the AR model writes a block from its marginals; a single token needs no coherence
-        for block_idx, positions in chosen:
-            rows = [proposal.row[p] for p in positions]
-            if cfg.mode == "static" or (cfg.mode == "dynamic" and len(positions) > 1):
-                start, view = proposal.spans[block_idx].start, view_block(proposal, block_idx, ids)
-                written = write_block(model, aux, view, positions[-1] - start, cfg, suppress_ids, generator)
-                tokens = written[[p - start for p in positions]]
+        for idx in MODES[cfg.mode](is_open, doubt, cfg):
+            # commit: the AR model writes a block from its marginals; a single token needs no coherence
+            block_idx, last = divmod(idx[-1].item(), B)
+            if cfg.mode == "static" or (cfg.mode == "dynamic" and len(idx) > 1):
+                own = slice(block_idx * B, block_idx * B + B)
+                draft_ids[own] = write_block(model, aux, probs[own], token_ids[own], last, cfg, banned, generator)
+            elif cfg.mode == "dynamic" and cfg.temperature > 0:
+                draft_ids[idx] = draw_tokens(logits[idx], cfg, generator).cpu()
+            ids[start + idx], fixed_round[start + idx] = draft_ids[idx], rounds
+            if MODES[cfg.mode] is select_tokens:
+                trace.append([(start + idx).tolist(), (start + disagreed.nonzero()[:, 0]).tolist()])
             else:
-                tokens = draw_tokens(proposal.logits[rows], cfg, generator) if draft_ids is None else draft_ids[rows]
-            for p, token in zip(positions, tokens.tolist()):
-                ids[p], fixed_round[p] = token, rounds
-            trace.append([positions, disagreed] if block_idx is None else [block_idx, len(positions)])
-        vetoed = (p for p in disagreed if fixed_round[p] < 0)
-        rejected += [(rounds, p - origin, draft_ids[proposal.row[p]].item()) for p in vetoed]
+                trace.append([(start - P) // B + block_idx, len(idx)])
+        vetoed = (disagreed & (fixed_round[start : start + n] < 0)).nonzero()[:, 0].tolist()
+        rejected += [(rounds, start - P + i, draft_ids[i].item()) for i in vetoed]
         rounds += 1
-    end = next((p for p in range(origin, len(ids)) if ids[p] in stop_ids), len(ids))
-    for p in range(end + 1, len(ids)):
-        fixed_round[p] = rounds - 1 if ids[p] == cfg.mask_id else fixed_round[p]
-        ids[p] = cfg.eos_id
-    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, fixed_round=fixed_round[origin:],
-                  rejected=rejected, trace=trace)  # fmt: skip
-    return torch.tensor([ids], device=prompt_ids.device), record
+    behind = slice(text_end(ids, P, stop_ids) + 1, None)
+    fixed_round[behind][ids[behind] == cfg.mask_id] = rounds - 1
+    ids[behind] = cfg.eos_id
+    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, rejected=rejected, trace=trace,
+                  fixed_round=fixed_round[P:].tolist())  # fmt: skip
+    return ids[None].to(prompt_ids.device), record
 
 
 # -------------------------------------------------------------------------------------- what the frame asks of a script
@@ -613,12 +598,8 @@ def load_tokenizer(name):
 def load_aux(name, cfg, dtype):
     """(AR model, its tokenizer or None) of a Hub id, a folder, or `tiny`: random, with two rows more for the tags."""
     if name != "tiny":
-        try:
-            aux_model = load_backbone(name, dtype)
-            return aux_model, None if hasattr(aux_model.config, "codila") else load_tokenizer(name)
-        except Exception as error:
-            text = " ".join(str(error).split())[:300]
-            raise ValueError(f"cannot load local AR model {name!r}: {text}") from error
+        aux_model = load_backbone(name, dtype)
+        return aux_model, None if hasattr(aux_model.config, "codila") else load_tokenizer(name)
     torch.manual_seed(cfg.seed)
     config = Qwen3Config(
         vocab_size=cfg.vocab_len + 2, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
@@ -634,11 +615,15 @@ def enter_stage(model, stage, folder, cfg):
     """The model at the start of a stage of training, or as saved in folder: CoDiLA adds the local AR model."""
     if stage != METHOD:
         return model
-    saved = Path(folder or "", "aux")
+    name = str(Path(folder, "aux")) if folder and Path(folder, "aux").is_dir() else cfg.aux
     dtype = model.lm_head.weight.dtype  # float32 where the AR model is to be trained
-    aux_model, aux_tokenizer = load_aux(str(saved) if folder and saved.is_dir() else cfg.aux, cfg, dtype)
-    if aux_tokenizer is not None:
-        aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
+    try:
+        aux_model, aux_tokenizer = load_aux(name, cfg, dtype)
+        if aux_tokenizer is not None:
+            aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"cannot load local AR model {name!r}: {text}") from error
     link = aux_model.config.codila
     cfg.turn_end_id = link["turn_end_id"]
     rows, aux_rows = (part.get_input_embeddings().num_embeddings for part in (model, aux_model))
@@ -678,9 +663,7 @@ def new_decoder(model, prompt_len, cfg, canvas_len=None):
 
 def pack(rows, cfg):
     """Rows of at most max_len tokens; in chat form the turn ends in front of EOS."""
-    turn_end = [] if cfg.turn_end_id is None else [cfg.turn_end_id]
-    rows = [row | {"answer_ids": [*row["answer_ids"][:-1], *turn_end, cfg.eos_id]} for row in rows]
-    return keep_short(rows, cfg)
+    return keep_short([row | {"answer_ids": row["answer_ids"][:-1] + end_ids(cfg)} for row in rows], cfg)
 
 
 def stages(cfg):
@@ -688,7 +671,7 @@ def stages(cfg):
     dlm_steps = cfg.steps if cfg.dlm_steps < 0 else cfg.dlm_steps
     return [
         Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
-        Stage("dlm", dlm_steps, cfg.dlm_lr, pack, draw_token_noise, make_dlm_inputs, dlm_loss),
+        Stage("dlm", dlm_steps, cfg.dlm_lr, pack, draw_token_noise, make_training_inputs, dlm_loss),
         Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
     ]
 
@@ -697,10 +680,7 @@ def decoders(cfg):
     """(label, generate) of each decoding that `--generate` puts beside plain AR; cfg.table: the paper's comparison."""
 
     def row(label, **changes):
-        def run(model, prompt_ids, cfg, *rest):
-            return generate(model, prompt_ids, dataclasses.replace(cfg, **changes), *rest)
-
-        return label, run
+        return label, lambda model, ids, cfg, *rest: generate(model, ids, dataclasses.replace(cfg, **changes), *rest)
 
     if not cfg.table:
         return [row(f"{METHOD} {cfg.mode}")]
@@ -765,12 +745,11 @@ def infill(cfg, value):
     model, tokenizer = load(folder, cfg, training=False)
     model, totals = enter_stage(model, METHOD, folder, cfg).train(False), collections.Counter()
     hole, generator = [cfg.mask_id] * cfg.max_new_tokens, torch.Generator().manual_seed(cfg.seed)
-    suppress_ids = [i for i in (cfg.eos_id, cfg.turn_end_id) if i is not None]
     for prefix, suffix in pairs:
         prefix_ids, suffix_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prefix, suffix))
         prompt_ids = torch.tensor([prefix_ids], dtype=torch.int64, device=cfg.device)
         canvas_ids, clock = torch.tensor([hole + suffix_ids]), time.time()
-        seq_ids, record = generate(model, prompt_ids, cfg, None, generator, canvas_ids, (), suppress_ids)
+        seq_ids, record = generate(model, prompt_ids, cfg, None, generator, canvas_ids, (), end_ids(cfg))
         new_ids = seq_ids[0, len(prefix_ids) : len(prefix_ids) + len(hole)]
         print(f"{prefix}[{tokenizer.decode(new_ids)}]{suffix}")
         totals.update(rows=1, new_tokens=len(hole), forwards=record["forwards"], seconds=time.time() - clock)

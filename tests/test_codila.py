@@ -58,7 +58,15 @@ def marginals(model, input_ids):
     S = input_ids.shape[1]
     hidden = walk(model.backbone, input_ids, torch.arange(S)[None], dense(full(), 1, S, S))
     raw = model.backbone.lm_head(hidden)[0]
-    return codila.shared_logits(model, torch.cat([raw[:1], raw[:-1]])).log_softmax(-1)
+    return codila.shared_logits(torch.cat([raw[:1], raw[:-1]]), model.banned).log_softmax(-1)
+
+
+@torch.no_grad()
+def marginals_of_all(model, input_ids):
+    """The same over the whole vocabulary of the diffusion LM."""
+    S = input_ids.shape[1]
+    raw = model.backbone.lm_head(walk(model.backbone, input_ids, torch.arange(S)[None], dense(full(), 1, S, S)))[0]
+    return torch.cat([raw[:1], raw[:-1]]).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -66,7 +74,12 @@ def forced_logits(model, embeds, target, cfg):
     inputs, first = codila.teacher_forced(model, embeds[None], target[None], cfg)
     T = inputs.shape[1]
     hidden = walk(model.aux_model, inputs, torch.arange(T)[None], dense(codila.causal(), 1, T, T))
-    return inputs[0], codila.shared_logits(model, model.aux_model.lm_head(hidden[0, first:]))
+    return inputs[0], codila.shared_logits(model.aux_model.lm_head(hidden[0, first:]), model.banned)
+
+
+def soft_embed(model, probs, cfg):
+    """Of marginals (n, Vs) at masked positions."""
+    return codila.soft_embed(model, probs, torch.full(probs.shape[:1], META["mask_id"]), cfg)
 
 
 @named("soft")
@@ -77,9 +90,9 @@ def test_soft_conditioning(model, case):
     logp = marginals(model, input_ids)
     torch.testing.assert_close(logp, field(case, "dlm_logprobs"), **close)
     torch.testing.assert_close(torch.special.entr(logp.exp()).sum(-1), field(case, "entropy"), **close)
-    embeds = codila.soft_embed(model, logp[block].exp(), cfg).detach()
+    embeds = soft_embed(model, logp[block].exp(), cfg).detach()
     torch.testing.assert_close(embeds, field(case, "soft_embeds"), atol=1e-5, rtol=0)
-    top2 = codila.soft_embed(model, logp[block].exp(), dataclasses.replace(cfg, topk=2)).detach()
+    top2 = soft_embed(model, logp[block].exp(), dataclasses.replace(cfg, topk=2)).detach()
     torch.testing.assert_close(top2, field(case, "soft_embeds_top2"), atol=1e-5, rtol=0)
     inputs, logits = forced_logits(model, embeds, target, cfg)
     assert list(range(2 * B + 1)) == case["position_ids"]
@@ -91,16 +104,15 @@ def test_soft_conditioning(model, case):
     assert logits.log_softmax(-1)[pick].sum().item() == pytest.approx(case["joint_logprob"], abs=2e-4)
     assert logp[block][pick].sum().item() == pytest.approx(case["independent_logprob"], abs=2e-4)
     # the first token known, by the way of decoding
-    known = input_ids[0].tolist()
-    known[start] = target[0].item()
-    cfg, S = dataclasses.replace(cfg, block_size=B), len(known)
-    blocks = codila.candidates(known, start, dataclasses.replace(cfg, window=1), ())
-    dlm = Decoder(model.backbone, S)
+    known = input_ids[0].clone()
+    known[start] = target[0]
+    cfg = dataclasses.replace(cfg, block_size=B, window=1)
+    assert codila.candidates(known, start, cfg, ())[1].tolist() == [[False] + [True] * (B - 1)]
+    dlm = Decoder(model.backbone, len(known))
     with torch.no_grad():
-        view = codila.view_block(codila.propose(model, dlm, known, start, blocks, cfg, ()), 0, known)
-        embeds = codila.block_embeds(model, view, cfg)[0]
+        probs = codila.propose(model, dlm, known, start, start + B, cfg, model.banned, None)[1]
+        embeds = codila.soft_embed(model, probs, known[block], cfg)
     inputs, logits = forced_logits(model, embeds, target, cfg)
-    assert view.is_masked.tolist() == [False] + [True] * (B - 1)
     torch.testing.assert_close(inputs, field(case, "ar_inputs_first_known"), atol=1e-5, rtol=0)
     torch.testing.assert_close(logits, field(case, "ar_logits_first_known"), **close)
 
@@ -131,18 +143,18 @@ def batch_of(input_ids, prompt_lens):
     return [{"prompt_ids": ids[:P], "answer_ids": ids[P:]} for ids, P in zip(input_ids.tolist(), prompt_lens)]
 
 
-def draws_of(B, length, block_masked, t=None):
-    t = t or [1.0] * len(block_masked)
-    rows = zip(block_masked, t)
-    return [dict(block_size=B, length=length, t=t, block_masked=row, known=[[False] * B] * len(row)) for row, t in rows]
+def draws_of(B, length, block_masked, t=None, weighting="uniform"):
+    rows, same = zip(block_masked, t or [1.0] * len(block_masked)), dict(block_size=B, length=length)
+    return [dict(same, weight=codila.row_weight(weighting, t, row), block_masked=row, known=[[False] * B] * len(row))
+            for row, t in rows]  # fmt: skip
 
 
 def train_inputs(case, weighting="inverse_t", **changes):
-    cfg = Config(**PLAIN, topk=case["topk"] or 0, envelope=case["envelope"], weighting=weighting)
+    cfg = Config(**PLAIN, topk=case["topk"] or 0, envelope=case["envelope"])
     input_ids, mask = field(case, "input_ids"), field(case, "block_mask")
     block_masked = [mask[r, :n].tolist() for r, n in enumerate(case["n_blocks"])]
     assert not any(mask[r, n:].any() for r, n in enumerate(case["n_blocks"]))
-    draws = draws_of(case["B"], input_ids.shape[1], block_masked, case["t"])
+    draws = draws_of(case["B"], input_ids.shape[1], block_masked, case["t"], weighting)
     return make_training_inputs(batch_of(input_ids, case["prompt_len"]), draws, cfg), cfg
 
 
@@ -186,7 +198,7 @@ def test_training_loss_and_gradients(model, case):
 def exact_bound(model, case):
     """{block mask: (sum of block CE by the AR model, by the marginals)}, and the bound from it, in nats."""
     ids, B, N = field(case, "input_ids"), case["B"], case["n_blocks"]
-    cfg, table, bound = Config(**PLAIN, weighting="uniform"), {}, np.zeros(2)
+    cfg, table, bound = Config(**PLAIN), {}, np.zeros(2)
     batch = batch_of(ids, [case["prompt_len"]])
     for masked in itertools.product([False, True], repeat=N):
         if any(masked):
@@ -443,7 +455,7 @@ def test_one_hot_marginals_are_plain_embeddings(model):
     probs = torch.nn.functional.one_hot(ids).float()
     with torch.no_grad():
         for topk in (0, 1, META["shared_vocab"]):
-            embeds = codila.soft_embed(model, probs, Config(topk=topk))
+            embeds = soft_embed(model, probs, Config(**PLAIN, topk=topk))
             assert torch.equal(embeds, model.aux_model.model.embed_tokens(ids))
 
 
@@ -453,64 +465,62 @@ def test_topk_keeps_the_likeliest_and_renormalises(model):
     weight = model.aux_model.model.embed_tokens.weight
     with torch.no_grad():
         for k, want in ((1, [[1, 0, 0], [0, 0, 1]]), (2, [[0.625, 0.375, 0], [0, 2 / 9, 7 / 9]]), (V, probs[:, :3])):
-            got = codila.soft_embed(model, probs, Config(topk=k))
+            got = soft_embed(model, probs, Config(**PLAIN, topk=k))
             torch.testing.assert_close(got, torch.as_tensor(want).float() @ weight[:3], atol=1e-6, rtol=0)
 
 
-def random_view(known, seed=0):
-    """A block of len(known) positions with arbitrary marginals; True in known: the token is there."""
+def random_block(known, seed=0):
+    """Arbitrary marginals of a block and its tokens on the canvas; True in known: the token is there."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(META["shared_vocab"], (len(known),), generator=generator)
-    probs = (3 * torch.randn(len(known) - sum(known), META["shared_vocab"], generator=generator)).softmax(-1)
-    is_masked = ~torch.tensor(known)
-    return codila.View(ids.masked_fill(is_masked, META["mask_id"]), is_masked, probs)
+    probs = (3 * torch.randn(len(known), META["shared_vocab"], generator=generator)).softmax(-1)
+    return probs, ids.masked_fill(~torch.tensor(known), META["mask_id"])
 
 
 @pytest.mark.parametrize("known", [[False] * 4, [True, False, False, True, False], [False], [False, True] * 4])
 @torch.no_grad()
 def test_cached_writing_equals_recomputing(model, known):
-    cfg, view = Config(**PLAIN), random_view(known)
-    aux = Decoder(model.aux_model, 2 * len(known) + 1)
-    written = codila.write_block(model, aux, view, len(known) - 1, cfg, (), None)
-    assert aux.forwards == len(known)
-    again = view.token_ids.clone()
-    for j in range(len(known)):
-        embeds = codila.block_embeds(model, view, cfg)[0]
-        filled = again.masked_fill(again == META["mask_id"], 0)
-        _, logits = forced_logits(model, embeds, filled, cfg)
-        again[j] = logits[j].argmax() if view.is_masked[j] else again[j]
+    cfg, (probs, token_ids), b = Config(**PLAIN), random_block(known), len(known)
+    aux, again = Decoder(model.aux_model, 2 * b + 1), token_ids.clone()
+    written = codila.write_block(model, aux, probs, token_ids, b - 1, cfg, model.banned, None)
+    assert aux.forwards == b and torch.equal(token_ids, again)
+    embeds = torch.where(torch.tensor(known)[:, None], model.aux_model.model.embed_tokens(written),
+                         soft_embed(model, probs, cfg))  # fmt: skip
+    for j in range(b):
+        _, logits = forced_logits(model, embeds, again.masked_fill(again == META["mask_id"], 0), cfg)
+        again[j] = again[j] if known[j] else logits[j].argmax()
     assert torch.equal(written, again)
-    padded = Decoder(model.aux_model, 2 * len(known) + 1)
-    padded.replay = kernels.GraphReplay(padded._forward, 2 * len(known) + 1, 256, pad=True, capture=False)
-    assert torch.equal(codila.write_block(model, padded, view, len(known) - 1, cfg, (), None), written)
+    padded = Decoder(model.aux_model, 2 * b + 1)
+    padded.replay = kernels.GraphReplay(padded._forward, 2 * b + 1, 256, pad=True, capture=False)
+    assert torch.equal(codila.write_block(model, padded, probs, token_ids, b - 1, cfg, model.banned, None), written)
 
 
 @pytest.mark.parametrize("suppress_ids", [(), tuple(range(0, META["shared_vocab"], 2))])
 @torch.no_grad()
 def test_a_block_knows_nothing_of_its_neighbours(model, suppress_ids):
     """The AR model reads a block's marginals only, alone or packed with others; it agrees with its own writing."""
-    cfg, draft_seed = Config(**PLAIN, block_size=4), torch.Generator().manual_seed(5)
-    views = [random_view([False] * 4, seed) for seed in range(5)]
+    cfg, draft_seed, banned = Config(**PLAIN, block_size=4), torch.Generator().manual_seed(5), model.banned.clone()
+    banned[list(suppress_ids)] = True
+    # the last of them is cut short, as at the end of a canvas: it can only stand last
+    blocks = [random_block([False] * (4 if seed < 4 else 3), seed) for seed in range(5)]
     drafts = torch.randint(META["shared_vocab"], (5, 4), generator=draft_seed)
 
     def verdict(order):
-        """Where the AR model disagrees, per view, when the views stand in this order."""
-        spans = {i: range(4 * i, 4 * i + 4) for i in range(len(order))}
-        row = {p: p for p in range(4 * len(order))}
-        probs = torch.cat([views[n].probs for n in order])
-        own = torch.stack([own_choice(n) if n % 2 else drafts[n] for n in order]).flatten()
-        proposal = codila.Proposal(spans, row, None, probs, None)
-        aux, ids = Decoder(model.aux_model, 9 * len(order)), [META["mask_id"]] * (4 * len(order))
-        no = set(codila.review(model, aux, proposal, own, ids, cfg, suppress_ids))
+        """Where the AR model disagrees, per block, when the blocks stand in this order."""
+        probs, token_ids = (torch.cat(column) for column in zip(*(blocks[n] for n in order)))
+        own = torch.cat([own_choice(n) if n % 2 else drafts[n, : len(blocks[n][1])] for n in order])
+        aux = Decoder(model.aux_model, 9 * len(order))
+        no = codila.review(model, aux, probs, token_ids, own, cfg, banned) != own
         assert aux.forwards == 1
-        return {n: [4 * i + j in no for j in range(4)] for i, n in enumerate(order)}
+        return dict(zip(order, (part.tolist() for part in no.split(4))))
 
     def own_choice(n):
-        return codila.write_block(model, Decoder(model.aux_model, 9), views[n], 3, cfg, suppress_ids, None)
+        last = len(blocks[n][1]) - 1
+        return codila.write_block(model, Decoder(model.aux_model, 9), *blocks[n], last, cfg, banned, None)
 
     alone = {n: verdict([n])[n] for n in range(5)}
     assert not any(map(any, (alone[1], alone[3]))) and any(map(any, (alone[0], alone[2], alone[4])))
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 0, 1]):
+    for order in ([0, 1, 2, 3, 4], [2, 0, 4], [3, 0, 1]):
         assert verdict(order) == {n: alone[n] for n in order}
 
 
@@ -572,7 +582,7 @@ def test_every_round_writes_masks_and_nothing_else(model, monkeypatch, mode, tem
     propose, forward = codila.propose, codila.Decoder._forward
 
     def spy(model, dlm, ids, *args):
-        seen.append(list(ids))
+        seen.append(ids.tolist())
         return propose(model, dlm, ids, *args)
 
     def count(self, *args):
@@ -657,31 +667,71 @@ def test_the_row_before_predicts(model, mode):
     assert ids[0].tolist() == [1, 2, 3] + list(range(13, 22))
 
 
+def grid(*rows):
+    """(is_open, doubt) of blocks: a number is the doubt of a place where something may be written, None another."""
+    is_open = torch.tensor([[h is not None for h in row] for row in rows])
+    return is_open, torch.tensor([[h or 0.0 for h in row] for row in rows], dtype=torch.float64)
+
+
 def test_the_longest_prefix_is_searched_to_its_end():
     """Running means of block 0: 0.4, 0.55, 0.5; only its second is above tau."""
-    cfg, entropy = Config(tau=0.5, block_size=3), {0: 0.4, 1: 0.7, 2: 0.4, 3: 0.1, 4: 0.2, 5: 9.0}
-    assert codila.select_prefix({0: [0, 1, 2], 1: [3, 4, 5]}, entropy, cfg) == [(0, [0, 1, 2])]
-    assert codila.select_prefix({0: [0, 1], 1: [3, 4, 5]}, entropy, cfg) == [(1, [3, 4])]
-    assert codila.select_prefix({0: [1, 5], 1: [2]}, entropy, cfg) == [(1, [2])]
+
+    def prefix(*rows):
+        (idx,) = codila.select_prefix(*grid(*rows), Config(tau=0.5, block_size=len(rows[0])))
+        return idx.tolist()
+
+    assert prefix([0.4, 0.7, 0.4], [0.1, 0.2, 9.0]) == [0, 1, 2]
+    assert prefix([0.4, 0.7, None], [0.1, 0.2, 9.0]) == [3, 4]
+    assert prefix([None, 0.7, 9.0], [0.4, None, None]) == [3]
+    assert prefix([None, 0.1, 9.0], [0.2, None, 0.3]) == [3, 5]
     # a prefix of one token is none: the most certain position of all, wherever it stands
-    assert codila.select_prefix({0: [0, 1], 1: [5, 3]}, entropy, cfg) == [(1, [3])]
-    entropy = dict.fromkeys(range(6), 0.25)
-    assert codila.select_prefix({2: [0, 1], 4: [2, 3]}, entropy, cfg) == [(2, [0, 1])]  # ties: lowest index
-    assert codila.select_blocks({2: [0, 1], 4: [2, 3]}, entropy, cfg) == [(2, [0, 1])]
-    cfg.block_size = 2
-    assert codila.select_tokens({2: [5], 4: [2, 3]}, {5: 1.0, 2: 1.0, 3: 1.0}, cfg) == [2, 3]
+    assert prefix([0.4, 0.7, None], [9.0, None, 0.1]) == [5]
+    assert prefix([0.6, 0.9, None], [None, 0.6, 0.7]) == [0]  # ties: lowest index
+    assert prefix([0.25, 0.25], [0.25, 0.25]) == [0, 1]
+    assert prefix([9.0, 0.25], [0.5, 0.5], [0.1, 0.3]) == [4, 5]  # of two of one length the more certain one
+
+
+def test_blocks_and_tokens_are_chosen_by_certainty():
+    """Known tokens do not count as certain ones; ties go to the lowest index, also in what is chosen together."""
+
+    def blocks(n, *rows):
+        cfg = Config(block_size=len(rows[0]), blocks_per_step=n)
+        return [idx.tolist() for idx in codila.select_blocks(*grid(*rows), cfg)]
+
+    assert blocks(1, [0.3, 0.3], [None, 0.5], [None, None]) == [[0, 1]]
+    assert blocks(1, [0.25, 0.25], [0.25, 0.25]) == [[0, 1]]
+    assert blocks(2, [0.5, 0.5], [None, None], [None, 0.25], [0.1, 0.9]) == [[5], [0, 1]]
+    assert blocks(3, [None, 0.5], [None, None]) == [[1]]
+    for K, want in ((0, [1, 2]), (1, [1]), (3, [0, 1, 2]), (9, [0, 1, 2, 4])):
+        cfg = Config(block_size=2, tokens_per_step=K)
+        (idx,) = codila.select_tokens(*grid([-0.5, -1.0], [-1.0, None], [0.0, None]), cfg)
+        assert idx.tolist() == want
 
 
 def test_candidates_end_at_a_stop_and_at_the_window():
     m = META["mask_id"]
     cfg = Config(**PLAIN, block_size=2, window=2)
+
+    def found(ids, origin, stop_ids):
+        window = codila.candidates(torch.tensor(ids), origin, cfg, stop_ids)
+        return window and (window[0], [i + window[0] for i in window[1].flatten().nonzero()[:, 0].tolist()])
+
     ids = [1, m, m, 5, m, m, m, m, m]
-    assert codila.candidates(ids, 1, cfg, ()) == {0: [1, 2], 1: [4]}
-    assert codila.candidates(ids, 3, cfg, ()) == {0: [4], 1: [5, 6]}
-    assert codila.candidates(ids, 1, cfg, (5,)) == {0: [1, 2]}
-    assert codila.candidates([5, m, 5], 1, cfg, (5,)) == {0: [1]}  # the prompt may hold a stop token
+    assert found(ids, 1, ()) == (1, [1, 2, 4])
+    assert found(ids, 3, ()) == (3, [4, 5, 6])
+    assert found(ids, 1, (5,)) == (1, [1, 2])
+    assert found([5, m, 5], 1, (5,)) == (1, [1])  # the prompt may hold a stop token
+    assert found([1, 2, 3, 4, m, m], 1, ()) == (3, [4, 5])  # from the first block with something open
+    assert found([1, 2, 3], 1, ()) is found([1, 5, m], 1, (5,)) is found([1], 1, ()) is None
     cfg.window = 0
-    assert codila.candidates(ids, 1, cfg, ()) == {0: [1, 2], 1: [4], 2: [5, 6], 3: [7, 8]}
+    assert found(ids, 1, ()) == (1, [1, 2, 4, 5, 6, 7, 8])
+
+
+def test_by_default_only_verification_looks_beyond_10_blocks():
+    ids = torch.full((50,), META["mask_id"])
+    for mode in codila.MODES:
+        start, is_open = codila.candidates(ids, 0, Config(**PLAIN, mode=mode, block_size=4), ())
+        assert start == 0 and len(is_open) == (13 if mode == "verify" else 10)
 
 
 def test_drawing_follows_the_softmax():
@@ -729,7 +779,7 @@ def test_noise_masks_whole_blocks_behind_the_prompt():
                 blocks = masked[P : P + N * B].view(N, B)
                 assert torch.equal(blocks.any(1), blocks.all(1)) and blocks.all(1).tolist() == draws[r]["block_masked"]
                 if weighting == "count":
-                    assert 1 <= blocks.all(1).sum() <= N and draws[r]["t"] == blocks.all(1).sum().item() / N
+                    assert 1 <= blocks.all(1).sum() <= N and draws[r]["weight"] == N / blocks.all(1).sum().item()
                 clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [META["eos_id"]] * S)[:S])
                 assert torch.equal(inputs["input_ids"][r][~masked], clean[~masked])
                 used = inputs["weights"][r].any(-1)
@@ -741,7 +791,7 @@ def test_noise_masks_whole_blocks_behind_the_prompt():
 
 def test_partial_blocks(model):
     """Known tokens of a masked block are seen, forced and not counted; the loss is that of the rest."""
-    cfg = Config(**PLAIN, p_partial=1.0, block_sizes="4", weighting="uniform")
+    cfg = Config(**PLAIN, p_partial=1.0, block_sizes="4")
     case = CASES["train"][0]
     input_ids, P = field(case, "input_ids")[:1], case["prompt_len"][0]
     batch = batch_of(input_ids, [P])
@@ -757,7 +807,7 @@ def test_partial_blocks(model):
     with torch.no_grad():
         nll, _, weights = codila.block_nll(model, inputs, cfg)
         logp = marginals(model, noisy[None])
-        embeds = codila.soft_embed(model, logp.exp(), cfg)[P : P + 4]
+        embeds = soft_embed(model, logp.exp(), cfg)[P : P + 4]
         for j in (0, 2):
             embeds[j] = model.aux_model.model.embed_tokens(input_ids[0, P + j])
         _, logits = forced_logits(model, embeds, input_ids[0, P : P + 4], cfg)
@@ -769,7 +819,7 @@ def test_partial_blocks(model):
 
 
 def test_a_row_or_batch_without_masked_blocks_counts_0(model):
-    cfg = Config(**PLAIN, weighting="inverse_t")
+    cfg = Config(**PLAIN)
     batch = [{"prompt_ids": [1, 2], "answer_ids": [3, 4, 5, META["eos_id"]]} for _ in range(2)]
     one = make_training_inputs(batch, draws_of(2, 6, [[True, False], [False, False]], [0.5, 0.5]), cfg)
     assert training_loss(model, one, cfg)[0].item() > 0
@@ -804,23 +854,23 @@ def test_masked_diffusion_of_the_backbone(model):
     batch = [{"prompt_ids": [1] * P, "answer_ids": [7, 8, 9] * 3 + [META["eos_id"]]} for P in (2, 6)]
     total, generator = 0.0, torch.Generator().manual_seed(0)
     for _ in range(300):
-        inputs = codila.make_dlm_inputs(batch, codila.draw_token_noise(batch, cfg, generator), cfg)
-        total += inputs["weights"][inputs["labels"] != -100].sum().item() / 300
-        ids, labels = inputs["input_ids"], inputs["labels"]
+        inputs = make_training_inputs(batch, codila.draw_token_noise(batch, cfg, generator), cfg)
+        total += inputs["weights"].sum().item() / 300
         for r, row in enumerate(batch):
-            P, masked = len(row["prompt_ids"]), ids[r] == META["mask_id"]
-            clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [META["eos_id"]] * 99)[: ids.shape[1]])
-            assert not masked[:P].any() and torch.equal(ids[r][~masked], clean[~masked])
-            assert torch.equal((labels[r] != -100).nonzero()[:, 0] + 1, masked.nonzero()[:, 0])  # the row before
-            assert torch.equal(labels[r][labels[r] != -100], clean[masked])
+            P, ids = len(row["prompt_ids"]), inputs["input_ids"][r]
+            masked, used = ids == META["mask_id"], inputs["weights"][r, :, 0] > 0
+            clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [META["eos_id"]] * 99)[: len(ids)])
+            assert not masked[:P].any() and torch.equal(ids[~masked], clean[~masked])
+            assert torch.equal(inputs["block_pos"][r, used, 0], masked.nonzero()[:, 0])
+            assert torch.equal(inputs["block_ids"][r, used, 0], clean[masked])
     assert total == pytest.approx(1, rel=0.05)  # the 1/t weights average to the plain mean
-    # everything sees everything: a late token moves an early loss
-    ids = torch.tensor([[1, 2, META["mask_id"], 3, 4, 5]])
-    inputs = {"input_ids": ids, "labels": torch.where(torch.arange(6) == 1, 9, -100)[None], "weights": torch.ones(1, 6)}
-    with torch.no_grad():
-        before = codila.dlm_loss(model.backbone, inputs, cfg)[0].item()
-        ids[0, -1] = 6
-        assert codila.dlm_loss(model.backbone, inputs, cfg)[0].item() != pytest.approx(before, abs=1e-6)
+    with torch.no_grad():  # the row before predicts, everything sees everything
+        want = sum(
+            weights.sum() * -marginals_of_all(model, ids[None])[pos, token]
+            for ids, *blocks in zip(*(inputs[key] for key in ("input_ids", "weights", "block_pos", "block_ids")))
+            for weights, pos, token in zip(*blocks)
+        )
+        assert codila.dlm_loss(model.backbone, inputs, cfg)[0].item() == pytest.approx(want.item(), rel=1e-5)
 
 
 def tiny_pair(**changes):
@@ -1119,7 +1169,7 @@ def test_infill(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags", [
-    "--mode best", "--conf high", "--weighting none", "--block_size 0", "--blocks_per_step 0", "--window -1",
+    "--mode best", "--conf high", "--weighting none", "--block_size 0", "--blocks_per_step 0", "--window -2",
     "--topk -1", "--p_partial 1.5", "--p_partial nan", "--block_sizes 2,x", "--block_sizes 0", "--table 2,",
     "--max_pad -1", "--tokens_per_step -1", "--tau nan", "--lam nan", "--dlm_steps -2", "--dlm_lr 0", "--tags one",
 ])  # fmt: skip
