@@ -1,17 +1,18 @@
 """One table: five methods, one backbone, one data set, one machine; every figure comes from the scripts' own functions.
 
-    python tests/bench_table.py --work runs/table                                   (tiny backbone, CPU, about 15 minutes)
+    python tests/bench_table.py --work runs/table                    (tiny backbone, CPU, about 20 minutes)
     python tests/bench_table.py --work runs/table --model FOLDER --data train.jsonl --problems 200 \\
-        --steps 600 --ar_steps 300 --set batch_size=16 --set max_len=512            (a real backbone on a GPU)
+        --tokens 4000000 --ar_steps 300 --set batch_size=16 --set max_len=512            (a real backbone on a GPU)
 
 Parts: one plain AR fine-tuning, which is the baseline and the base of every adaptation; then for each method its training
-(same rows, same batch, same steps) and a sweep of its threshold. Each part runs in a process of its own and keeps what it
-found in WORK/results.json; started again, the script goes on where it stopped, training within a part included.
-CoDiLA's built-in task is a language of its own, so on the tiny backbone it starts from its own AR model.
+(the same rows, --tokens tokens of them, copies not counted) and a sweep of its threshold. Each part runs in a process of
+its own and keeps what it found in WORK/results.json; started again, the script goes on where it stopped, training within a
+part included. D2F's tokens are those of adapting the AR base to diffusion and of distilling together. CoDiLA's built-in
+task is a language of its own, so on the tiny backbone it keeps its own AR model and its own steps.
 
 AUP, accuracy under parallelism: with points (rho_i tokens per forward, y_i percent right) by rising rho, those below y_1 - 5
 dropped: rho_1 y_1 + 1/2 sum_i (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})), W(y) = min(exp(-3 (1 - y/y_max)), 1).
-Intervals are Wilson's, 95 %. Prints markdown; the last line of stdout is JSON; --svg FILE draws the curves.
+Intervals are Wilson's, 95 %. Prints markdown and the curves as text; the last line of stdout is JSON; --svg FILE draws them.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def flags(script, args, **more):
     chosen = dict(script.TINY) if args.model == "tiny" else {}
     chosen |= {"data": args.data, "problems": args.problems, "seed": args.seed, "device": args.device}
     if not own_task:
-        chosen |= {"model": str(Path(args.work, "base", "ar")), "ar_steps": 0, "steps": args.steps}
+        chosen |= {"model": str(Path(args.work, "base", "ar")), "ar_steps": 0}
     for text in args.set:
         scope, _, rest = text.rpartition(".") if text.split("=")[0].count(".") else ("", "", text)
         if scope in ("", script.METHOD):
@@ -93,6 +94,22 @@ def flags(script, args, **more):
     return words
 
 
+def stage_steps(script, words, tokens):
+    """Steps of each own stage that see so many tokens of the data, and what they see: ({flag: steps}, tokens)."""
+    _, cfg = script.parse(["--train", *words])
+    tokenizer = script.load(cfg.model, cfg, training=True)[1]
+    rows = [script.encode(tokenizer, *problem) for problem in script.read_problems(cfg)[0]]
+    lengths = [len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows]
+    packed = script.METHOD == "fastdllm_v2" or getattr(cfg, "packing", False)  # a row is a window of max_len tokens
+    a_step = cfg.batch_size * (cfg.max_len if packed else sum(lengths) / len(lengths))
+    shares = {"adapt_steps": cfg.adapt_steps, "steps": cfg.steps} if script.METHOD == "d2f" else {"steps": cfg.steps}
+    if script.METHOD == "codila" and cfg.model == "tiny":
+        return {}, round(a_step * 2 * cfg.steps)  # the adaptation to diffusion, then the local model
+    total = tokens / a_step
+    steps = {name: round(total * share / sum(shares.values())) for name, share in shares.items()}
+    return steps, round(a_step * sum(steps.values()))
+
+
 def peak_mib(device):
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / 2**20
@@ -100,18 +117,20 @@ def peak_mib(device):
 
 
 def train_part(name, args):
-    """Train to the end, resuming what an earlier start left. Returns minutes of this and earlier starts, peak memory."""
+    """Train to the end, resuming what an earlier start left. Returns minutes of this start, peak memory, tokens seen."""
     script = importlib.import_module("refusion" if name == "base" else name)
     out = Path(args.work, name)
+    words, tokens = flags(script, args, out=out), None
     if name == "base":
         words = flags(script, args, model=args.model, steps=0, ar_steps=args.ar_steps, out=out)
     else:
-        words = flags(script, args, out=out)
+        steps, tokens = stage_steps(script, words, args.tokens)
+        words = flags(script, args, out=out, **steps)
     start = time.time()
     resume = ["--resume"] if (out / "training_state.safetensors").exists() else []
     if status := script.main(["--train", *resume, *words]):
         sys.exit(status)
-    return {"minutes": (time.time() - start) / 60, "peak_mib": peak_mib(args.device)}
+    return {"minutes": (time.time() - start) / 60, "peak_mib": peak_mib(args.device), "tokens": tokens}
 
 
 def sweep_part(name, args):
@@ -145,7 +164,7 @@ def sweep_part(name, args):
 def lines(results, args):
     """The markdown table, one row a method at its default threshold, and the JSON beside it."""
     text = ["| method | setting | right (95 %) | tokens per forward | tok/s | x AR | AUP | same as AR | decode / train MiB | "
-            "train min | the paper, elsewhere |", "| --- " * 11 + "|"]  # fmt: skip
+            "train min | train tokens | the paper, elsewhere |", "| --- " * 12 + "|"]  # fmt: skip
     report = {}
     for name in [name for name in SWEEPS if f"sweep:{name}" in results]:
         found, trained = results[f"sweep:{name}"], results[f"train:{name}"]
@@ -165,10 +184,30 @@ def lines(results, args):
                      f"{row['tok_s']:,.0f}", f"{row.get('x_ar', 1.0):.2f}", area,
                      "-" if is_ar else f"{row['same_as_ar']}/{row['problems']}",
                      f"{found['peak_mib']:,.0f} / {trained['peak_mib']:,.0f}",
-                     f"{(base if is_ar else trained)['minutes']:.1f}", "-" if is_ar else PAPER[name]]  # fmt: skip
+                     f"{(base if is_ar else trained)['minutes']:.1f}",
+                     "-" if is_ar or not trained["tokens"] else f"{trained['tokens'] / 1e6:.2f} M",
+                     "-" if is_ar else PAPER[name]]  # fmt: skip
             text.append("| " + " | ".join(cells) + " |")
         report[name] = found | {"train": trained}
     return "\n".join(text), report
+
+
+def curve(results, width=64):
+    """Percent right over tokens per forward as text: a letter a point, * where letters meet."""
+    letters = {name: letter for name, letter in zip(SWEEPS, "RDFOC") if f"sweep:{name}" in results}
+    points = [(letters[name], row["tokens_per_forward"], 100 * row["right"] / row["problems"])
+              for name in letters for row in results[f"sweep:{name}"]["rows"]]  # fmt: skip
+    right = max(rho for _, rho, _ in points) * 1.02
+    grid = [[" "] * width for _ in range(11)]
+    for letter, rho, y in points:
+        row, column = grid[10 - round(y / 10)], int(rho / right * width)
+        row[column] = letter if row[column] in (" ", letter) else "*"
+    lines = [f"{100 - 10 * i:>4} % |" + "".join(row).rstrip() for i, row in enumerate(grid)]
+    ticks = [" "] * (width + 4)
+    for rho in range(0, int(right) + 1, max(1, int(right / 8))):
+        ticks[int(rho / right * width) : int(rho / right * width) + len(str(rho))] = str(rho)
+    names = ", ".join(f"{letter} {name}" for name, letter in letters.items())
+    return "\n".join([*lines, "       +" + "-" * width, "        " + "".join(ticks).rstrip() + "  tokens per forward", names])
 
 
 def svg(results):
@@ -202,7 +241,7 @@ def main(argv=None):
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--data", default="")
     parser.add_argument("--methods", nargs="+", choices=SWEEPS, default=list(SWEEPS))
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=1_200_000, help="tokens of the data that each method trains on")
     parser.add_argument("--ar_steps", type=int, default=350)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -233,6 +272,7 @@ def main(argv=None):
     dtype = next(iter(report.values()))["dtype"]
     print(f"{args.model} on {args.data or 'the built-in task'}, {device}, {dtype}, batch 1, {args.problems} held-out problems, "
           f"seed {args.seed}, commit {commit}\n\n{table}")  # fmt: skip
+    print(f"\n{curve(results)}\n")
     if args.svg:
         Path(args.svg).write_text(svg(results))
     print(json.dumps({"model": args.model, "device": device, "commit": commit, "methods": report}))

@@ -86,8 +86,12 @@ def test_table_and_curve_from_kept_results():
     row = {"label": "x", "problems": 4, "new_tokens": 8, "forwards": 4, "tokens_per_forward": 2.0, "tok_s": 10.0, "right": 3,
            "setting": "tau 0.9", "default": True, "x_ar": 2.0, "same_as_ar": 1}  # fmt: skip
     ar = row | {"label": "plain AR", "tokens_per_forward": 1.0}
-    results = {"train:base": {"minutes": 1.0, "peak_mib": 5.0}, "train:refusion": {"minutes": 2.0, "peak_mib": 6.0},
+    results = {"train:base": {"minutes": 1.0, "peak_mib": 5.0},
+               "train:refusion": {"minutes": 2.0, "peak_mib": 6.0, "tokens": 1234567},
                "sweep:refusion": {"ar": ar, "rows": [row], "peak_mib": 7.0, "dtype": "float32"}}  # fmt: skip
     text, report = bench_table.lines(results, SimpleNamespace(model="tiny"))
-    assert "| refusion | tau 0.9 | 3/4 (30-95) | 2.00 | 10 | 2.00 | 150 | 1/4 | 7 / 6 | 2.0 |" in text
+    assert "| refusion | tau 0.9 | 3/4 (30-95) | 2.00 | 10 | 2.00 | 150 | 1/4 | 7 / 6 | 2.0 | 1.23 M |" in text
     assert report["refusion"]["rows"] == [row] and len(ElementTree.fromstring(bench_table.svg(results))) > 5
+    drawn = bench_table.curve(results).splitlines()
+    assert drawn[2].startswith("  80 % |") and drawn[2].endswith("R") and drawn[-1] == "R refusion"
+    assert not any("R" in line for line in drawn[:2] + drawn[3:-1])
