@@ -99,6 +99,19 @@ def test_nothing_unsafe_and_no_other_package(script):
     assert modules <= {"torch", "transformers", "safetensors", "tqdm", "numpy", "common", "kernels"}
 
 
+def test_every_test_that_the_readme_names_exists():
+    """Its table of faults: words behind a letter are names of tests in the file that the letter stands for."""
+    files = dict(C="common", F="frame", R="refusion", D="d2f", V="fastdllm_v2", O="orthrus", L="codila")
+    found = {x: set(re.findall(r"^def test_(\w+)", (ROOT / "tests" / f"test_{name}.py").read_text(), re.MULTILINE))
+             for x, name in files.items()}  # fmt: skip
+    note = r"(?: \([^)]*\))?"
+    lists = rf"\b([CFRDVOL]) (\w+{note}(?:, (?![CFRDVOL] )\w+{note})*)"
+    table = (ROOT / "tests" / "README.md").read_text().partition("\n| fault |")[2].partition("\n\n")[0]
+    named = [(x, name) for x, names in re.findall(lists, table) for name in re.sub(note, "", names).split(", ")]
+    assert not [(x, name) for x, name in named if name not in found[x]]
+    assert len(named) > 100
+
+
 # --------------------------------------------------------------------------------------------------- training and resume
 
 
@@ -532,7 +545,7 @@ def with_pickle(folder):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Touch()))
 
 
-EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def with_layers(n):
@@ -560,7 +573,7 @@ BROKEN = {  # name: (change of a trained folder, words of the line)
     "settings are cut off": (written("settings.json", "{"), []),
     "another hidden_size": (lambda f: rewritten(f, "config.json", hidden_size=64), ["another shape"]),
     "a missing tensor": (lambda f: reshaped(f, lambda t: t.pop(UP)), [UP]),
-    "a tensor cut short": (lambda f: reshaped(f, lambda t: t.update({EMBEDDING: t[EMBEDDING][1:].clone()})), [EMBEDDING]),
+    "a tensor cut short": (lambda f: reshaped(f, lambda t: t.update({UP: t[UP][1:].clone()})), [UP]),
     "more layers in the config": (with_layers(1), ["missing", "layers."]),
     "fewer layers in the config": (with_layers(-1), ["more layers"]),
     "a token id outside the embedding": (with_word, ["outside"]),
@@ -620,6 +633,19 @@ def test_a_row_that_the_chat_template_refuses(script, trained, tmp_path, capsys)
     for args in (("--train", "--out", out), ("--generate",)):
         refused(script, capsys, *args, "--model", folder, "--data", data, words=["template refuses", "no system"])
     assert not out.exists()
+
+
+def test_infilling_refuses_what_is_no_text_and_what_is_too_long(trained, tmp_path, capsys):
+    import codila
+
+    model = trained(codila)
+    file = jsonl(tmp_path / "rows.jsonl", ['{"prompt": "\\ud800", "suffix": "a"}'])
+    for args, word in (
+        (("--infill", "a", "\udcff"), "utf-8"),
+        (("--infill", "--data", file), "utf-8"),
+        (("--infill", "a " * 40, "a", "--max_len", 20), "max_len"),
+    ):
+        refused(codila, capsys, "--model", model, *args, words=[word])
 
 
 def test_a_run_does_not_overwrite_another_models_run(script, trained, tmp_path, capsys):
