@@ -378,7 +378,7 @@ class Decoder:
         self.compiled = weight.is_cuda if compiled is None else compiled
         if weight.is_cuda:
             fuse_projections(backbone)
-        max_key = max_len + kernels.GraphReplay.MAX_QUERY
+        max_key = self.kv_cache.layers[0][0].shape[2]
         self.replay = kernels.GraphReplay(self._forward, max_len, max_key, weight.device)
         self.forwards = 0
 

@@ -90,8 +90,8 @@ class KVCache:
     """
 
     def __init__(self, num_layers, batch, kv_heads, max_len, head_dim, device, dtype):
-        # graph padding rows write behind max_len, where nothing looks
-        shape = (batch, kv_heads, max_len + GraphReplay.MAX_QUERY, head_dim)
+        # entry max_len takes what padding queries write, and nothing looks there; whole tiles of 64 for the kernels
+        shape = (batch, kv_heads, (max_len // 64 + 1) * 64, head_dim)
         self.layers = [
             tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)) for _ in range(num_layers)
         ]
@@ -136,12 +136,12 @@ class GraphReplay:
     input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
     write_idx (T,) int64, places in the cache. They may lie on the CPU: a decoding loop keeps its state there and waits
     for the device only where it reads the result.
-    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare places behind
+    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare entry
     `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
     """
 
-    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256), 256, 512
+    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 1024, 512
 
     def __init__(self, forward, trash_idx, max_key, device="cpu", pad=None, capture=None):
         on_gpu = torch.device(device).type == "cuda"
@@ -166,9 +166,9 @@ class GraphReplay:
         padded_mask = torch.zeros(attn_mask.shape[0], 1, T_pad, S_pad, dtype=torch.bool, device=attn_mask.device)
         padded_mask[:, :, :T, :S] = attn_mask
         padded_mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
-        trash_idx = self.trash_idx + torch.arange(T_pad - T, device=write_idx.device)
         mask.copy_(padded_mask, non_blocking=True)  # from the CPU: nobody waits
-        places.copy_(torch.cat([write_idx, trash_idx]), non_blocking=True)
+        places[:T].copy_(write_idx, non_blocking=True)
+        places[T:] = self.trash_idx
         ids[:, :T].copy_(input_ids, non_blocking=True)
         positions[:, :T].copy_(position_ids, non_blocking=True)
         if graph is None:
@@ -182,7 +182,7 @@ class GraphReplay:
             torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
             torch.zeros(B, T, dtype=torch.int64, device=device),
             torch.ones(B, 1, T, S, dtype=torch.bool, device=device),
-            self.trash_idx + torch.arange(T, device=device),
+            torch.full((T,), self.trash_idx, device=device),
         )
         if not self.capture:
             return static, None, None

@@ -29,8 +29,8 @@ from common import Decoder, dense, full, segments, walk
 
 CASES, TENSORS, FOLDER = golden("codila")
 META = CASES["meta"]
-LINK = dict(vocab_len=META["shared_vocab"], banned_ids=[], think_id=META["think_id"],
-            end_think_id=META["end_think_id"], turn_end_id=META["im_end_id"])  # fmt: skip
+LINK = dict(vocab_len=META["shared_vocab"], think_id=META["think_id"], end_think_id=META["end_think_id"],
+            turn_end_id=META["im_end_id"])  # fmt: skip
 PLAIN = dict(mask_id=META["mask_id"], eos_id=META["eos_id"], turn_end_id=META["im_end_id"], device="cpu",
              dtype="float32", compile=False)  # fmt: skip
 GEN = [case for case in CASES["decode"] if case["mode"] == "static"]  # canvases to decode in other ways
@@ -38,7 +38,9 @@ GEN = [case for case in CASES["decode"] if case["mode"] == "static"]  # canvases
 
 @pytest.fixture(scope="module")
 def model():
-    return Pair(load_backbone(FOLDER / "model" / "dlm"), load_backbone(FOLDER / "model" / "ar"), LINK).train(False)
+    backbone = load_backbone(FOLDER / "model" / "dlm")
+    backbone.config.mask_token_id = META["mask_id"]
+    return Pair(backbone, load_backbone(FOLDER / "model" / "ar"), LINK).train(False)
 
 
 def field(case, name):
@@ -53,28 +55,25 @@ def named(group):
 
 
 @torch.no_grad()
-def marginals(model, input_ids):
-    """Log-marginals (S, Vs) of every position, straight from the definition: full attention, shifted, cut."""
+def shifted_logits(model, input_ids):
+    """Logits (S, V) of every position, straight from the definition: full attention, the row before predicts."""
     S = input_ids.shape[1]
     hidden = walk(model.backbone, input_ids, torch.arange(S)[None], dense(full(), 1, S, S))
     raw = model.backbone.lm_head(hidden)[0]
-    return codila.shared_logits(torch.cat([raw[:1], raw[:-1]]), model.banned).log_softmax(-1)
+    return torch.cat([raw[:1], raw[:-1]])
 
 
-@torch.no_grad()
-def marginals_of_all(model, input_ids):
-    """The same over the whole vocabulary of the diffusion LM."""
-    S = input_ids.shape[1]
-    raw = model.backbone.lm_head(walk(model.backbone, input_ids, torch.arange(S)[None], dense(full(), 1, S, S)))[0]
-    return torch.cat([raw[:1], raw[:-1]]).log_softmax(-1)
+def marginals(model, input_ids):
+    """Log-marginals (S, Vs) over what both models can say."""
+    return codila.shared_logits(shifted_logits(model, input_ids), model.banned).log_softmax(-1)
 
 
 @torch.no_grad()
 def forced_logits(model, embeds, target, cfg):
-    inputs, first = codila.teacher_forced(model, embeds[None], target[None], cfg)
+    inputs = codila.ar_inputs(model, embeds[None], target[None, :-1], cfg)
     T = inputs.shape[1]
     hidden = walk(model.aux_model, inputs, torch.arange(T)[None], dense(codila.causal(), 1, T, T))
-    return inputs[0], codila.shared_logits(model.aux_model.lm_head(hidden[0, first:]), model.banned)
+    return inputs[0], codila.shared_logits(model.aux_model.lm_head(hidden[0, -len(target) :]), model.banned)
 
 
 def soft_embed(model, probs, cfg):
@@ -491,7 +490,7 @@ def test_cached_writing_equals_recomputing(model, known):
         again[j] = again[j] if known[j] else logits[j].argmax()
     assert torch.equal(written, again)
     padded = Decoder(model.aux_model, 2 * b + 1)
-    padded.replay = kernels.GraphReplay(padded._forward, 2 * b + 1, 256, pad=True, capture=False)
+    padded.replay.pad = True  # as a captured graph would, on the CPU
     assert torch.equal(codila.write_block(model, padded, probs, token_ids, b - 1, cfg, model.banned, None), written)
 
 
@@ -553,6 +552,8 @@ def test_limits_of_the_schedules(model, case):
         vetoed, record = decode(model, case, mode="verify", lam=0.0, conf=conf, tokens_per_step=2)
         plain, other = decode(model, case, mode="tokens", conf=conf, tokens_per_step=2)
         assert vetoed == plain and record["forwards"] == other["forwards"] == record["aux_forwards"]
+        # by default a draft that both models want goes before any other
+        assert decode(model, case, mode="verify", conf=conf) == decode(model, case, mode="verify", conf=conf, lam=math.inf)
 
 
 @pytest.mark.parametrize("case", GEN, ids=lambda case: case["name"])
@@ -866,7 +867,7 @@ def test_masked_diffusion_of_the_backbone(model):
     assert total == pytest.approx(1, rel=0.05)  # the 1/t weights average to the plain mean
     with torch.no_grad():  # the row before predicts, everything sees everything
         want = sum(
-            weights.sum() * -marginals_of_all(model, ids[None])[pos, token]
+            weights.sum() * -shifted_logits(model, ids[None]).log_softmax(-1)[pos, token]
             for ids, *blocks in zip(*(inputs[key] for key in ("input_ids", "weights", "block_pos", "block_ids")))
             for weights, pos, token in zip(*blocks)
         )
@@ -885,6 +886,7 @@ def test_only_the_local_model_learns_and_it_overfits_one_batch():
     rows = [codila.encode(tokenizer, *problem) for problem in codila.read_problems(cfg)[0][:4]]
     stage = codila.stages(cfg)[-1]
     inputs = stage.build(rows, stage.draw(rows, cfg, torch.Generator().manual_seed(0)), cfg)
+    assert model.banned.nonzero()[:, 0].tolist() == [cfg.mask_id]  # the tags are rows of the AR model alone
     learnt = [p for p in model.parameters() if p.requires_grad]
     assert len(learnt) == len([*model.aux_model.parameters()])
     optimizer, losses = torch.optim.AdamW(learnt, 1e-2), []
@@ -1016,8 +1018,9 @@ def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
         assert (ours - plain(ids).logits).abs().max() > 0.1
     # the ids collide: Dream's mask is a tool token of Qwen3, Qwen3's tags are unused rows of Dream
     assert qwen_ids["</tool_response>"] == dream_ids["<|mask|>"] == cfg.mask_id
-    assert model.link == dict(vocab_len=dream_ids["<|beginoftext|>"], banned_ids=[], think_id=qwen_ids["<think>"],
+    assert model.link == dict(vocab_len=dream_ids["<|beginoftext|>"], think_id=qwen_ids["<think>"],
                               end_think_id=qwen_ids["</think>"], turn_end_id=dream_ids["<|im_end|>"])  # fmt: skip
+    assert not model.banned.any()
     assert (cfg.eos_id, cfg.turn_end_id) == (dream_ids["<|endoftext|>"], dream_ids["<|im_end|>"])
     for mode in codila.MODES:
         cfg = dataclasses.replace(cfg, mode=mode, max_new_tokens=20, temperature=2.0, tau=2.0)
@@ -1064,7 +1067,8 @@ def test_tags_of_ones_own(folders, tmp_path):
     backbone, _ = codila.load(cfg.model, cfg, training=True)
     assert cfg.mask_id == len(ids)  # a new token
     model = codila.enter_stage(backbone, "codila", None, cfg).train(False)
-    assert model.link["vocab_len"] == len(ids) and model.link["banned_ids"] == [ids["<file>"], ids["</file>"]]
+    assert model.link["vocab_len"] == len(ids)
+    assert model.banned.nonzero()[:, 0].tolist() == [ids["<file>"], ids["</file>"]]
     for mode in codila.MODES:
         cfg.mode = mode
         seq_ids, _ = generate(model, torch.tensor([[5]]), cfg, None, torch.Generator().manual_seed(0), stop_ids=())
@@ -1100,7 +1104,7 @@ def test_train_save_reload_a_released_pair(folders, tmp_path, capsys):
 
 def test_the_checker_reads_programs():
     rng = random.Random(0)
-    names = [codila.name_of(i) for i in range(12)]
+    names = codila.NAMES
     assert len(set(names)) == 12 and all(len(set(codila.names_of(theme))) == 6 for theme in codila.THEMES)
     for _ in range(100):
         prompt, text = codila.problem(rng)
