@@ -157,9 +157,8 @@ def check(cfg):
 class Pair(nn.Module):
     """The frozen diffusion LM (`backbone`) and the local AR model (`aux_model`), which alone is trained.
 
-    link: vocab_len, so many leading ids mean the same to both models; banned_ids, those among them that are no text
-    (mask, tags); think_id and end_think_id, the AR model's tags; turn_end_id, what ends a turn in chat form, or None.
-    banned (Vs,) bool: the ids of both models, True = never written.
+    link: vocab_len, so many leading ids mean the same to both models; think_id and end_think_id, the AR model's tags;
+    turn_end_id, what ends a turn in chat form, or None. banned (Vs,) bool: ids that are no text, the mask and the tags.
     """
 
     def __init__(self, backbone, aux_model, link):
@@ -168,7 +167,8 @@ class Pair(nn.Module):
         aux_model.requires_grad_(True)  # all of it, no added parameter  [paper]
         aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
         banned = torch.zeros(link["vocab_len"], dtype=torch.bool, device=aux_model.lm_head.weight.device)
-        banned[link["banned_ids"]] = True
+        no_text = (backbone.config.mask_token_id, link["think_id"], link["end_think_id"])
+        banned[[i for i in no_text if i < len(banned)]] = True
         self.register_buffer("banned", banned, persistent=False)
 
     def train(self, mode=True):
@@ -193,8 +193,7 @@ def link_vocabularies(tokenizer, aux_tokenizer, cfg):
         raise ValueError(f"it has no token {missing[0]}: name two of its own with --tags")
     think_id, end_think_id = (known[tag] for tag in tags)
     turn_end = tokenizer.get_vocab().get("<|im_end|>", cfg.eos_id)
-    banned = sorted(i for i in {cfg.mask_id, think_id, end_think_id} if i < vocab_len)
-    return dict(vocab_len=vocab_len, banned_ids=banned, think_id=think_id, end_think_id=end_think_id,
+    return dict(vocab_len=vocab_len, think_id=think_id, end_think_id=end_think_id,
                 turn_end_id=turn_end if turn_end < vocab_len and turn_end != cfg.eos_id else None)  # fmt: skip
 
 
@@ -224,20 +223,16 @@ def soft_embed(model, probs, token_ids, cfg):
     return torch.where(is_masked[:, None], soft, embed(token_ids.masked_fill(is_masked, 0)))
 
 
-def block_context(model, embeds, cfg):
-    """<think> e_1 .. e_b </think>: all that the AR model knows of the canvas.  (m, b, D) -> (m, b+2, D)  [paper]"""
-    if not cfg.envelope:
-        return embeds
-    ids = torch.tensor([model.link["think_id"], model.link["end_think_id"]], device=embeds.device)
-    opening, closing = model.aux_model.model.embed_tokens(ids).expand(len(embeds), 2, -1).split(1, dim=1)
-    return torch.cat([opening, embeds, closing], dim=1)
+def ar_inputs(model, embeds, written_ids, cfg):
+    """<think> e_1 .. e_b </think> y_1 .. y_k: all that the AR model knows of the canvas, and what it wrote.  [paper]
 
-
-def teacher_forced(model, embeds, token_ids, cfg):
-    """Embeddings of context | y_1 .. y_{b-1} (m, T, D), and the first of the b rows that predict y_1 .. y_b."""
-    context = block_context(model, embeds, cfg)
-    written = model.aux_model.model.embed_tokens(token_ids[:, :-1])
-    return torch.cat([context, written], dim=1), context.shape[1] - 1  # y_1 comes from the </think> row
+    embeds (m, b, D), written_ids (m, k) int64.  -> (m, b+2+k, D); the last k+1 rows predict y_1 .. y_{k+1}, so y_1
+    comes from the </think> row.
+    """
+    embed = model.aux_model.model.embed_tokens
+    tags = [embed.weight[model.link[name]].expand(len(embeds), 1, -1) for name in ("think_id", "end_think_id")]
+    opening, closing = ([tag] if cfg.envelope else [] for tag in tags)
+    return torch.cat([*opening, embeds, *closing, embed(written_ids)], dim=1)
 
 
 # ------------------------------------------------------------------------------------------------------- training step
@@ -347,8 +342,8 @@ def block_nll(model, inputs, cfg):
     """
     with torch.no_grad():
         hidden, used = read_rows(model.backbone, inputs, cfg)
-    row_idx, pos, labels = used.nonzero()[:, :1], inputs["block_pos"][used], inputs["block_ids"][used]  # (m, 1), (m, B)
-    canvas_ids = inputs["input_ids"][row_idx, pos]
+    labels, (m, B), device = inputs["block_ids"][used], hidden.shape[:2], hidden.device
+    canvas_ids = inputs["input_ids"][used.nonzero()[:, :1], inputs["block_pos"][used]]  # (m, B)
     check_known(labels.flatten(), model.banned)
 
     def read(rows, targets, token_ids):
@@ -359,14 +354,14 @@ def block_nll(model, inputs, cfg):
     # in chunks, recomputed in backward: rows of 150k logits never pile up
     chunks = zip(*(tensor.flatten(0, 1).split(2048) for tensor in (hidden, labels, canvas_ids)))
     parts = zip(*(checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks))
-    embeds, nll_alone = (torch.cat(part).unflatten(0, labels.shape) for part in parts)
-    inputs_embeds, first = teacher_forced(model, embeds, labels, cfg)  # (m, T, D), T = 2 B + 1
-    (m, T), device = inputs_embeds.shape[:2], inputs_embeds.device
+    embeds, nll_alone = (torch.cat(part).unflatten(0, (m, B)) for part in parts)
+    inputs_embeds = ar_inputs(model, embeds, labels[:, :-1], cfg)  # (m, T, D), T = 2 B + 1
+    T = inputs_embeds.shape[1]
     positions = torch.arange(T, device=device).expand(m, T)  # every block starts at 0  [ours]
     mask = dense(causal(), 1, T, T, device)  # rows far shorter than a tile of flex_attention
-    hidden = walk(model.aux_model, inputs_embeds, positions, mask, checkpointing=cfg.checkpointing)[:, first:]
+    hidden = walk(model.aux_model, inputs_embeds, positions, mask, checkpointing=cfg.checkpointing)
     head = types.SimpleNamespace(lm_head=lambda rows: shared_logits(model.aux_model.lm_head(rows), model.banned))
-    return token_nll(head, hidden, labels), nll_alone, inputs["weights"][used]
+    return token_nll(head, hidden[:, -B:], labels), nll_alone, inputs["weights"][used]
 
 
 def training_loss(model, inputs, cfg):
@@ -450,11 +445,10 @@ def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
     aux.kv_cache.truncate(0)
     embeds, draft_ids = soft_embed(model, probs, token_ids, cfg), draft_ids.to(probs.device, non_blocking=True)
     for own, drafts in zip(embeds.split(cfg.block_size), draft_ids.split(cfg.block_size)):
-        part, first = teacher_forced(model, own[None], drafts[None], cfg)
-        T = part.shape[1]
-        rows += range(len(positions) + first, len(positions) + T)
-        segment_ids += [len(parts)] * T
-        positions += range(T)  # every block starts at 0
+        part = ar_inputs(model, own[None], drafts[None, :-1], cfg)
+        segment_ids += [len(parts)] * part.shape[1]
+        positions += range(part.shape[1])  # every block starts at 0
+        rows += range(len(positions) - len(own), len(positions))
         parts.append(part)
     T = len(positions)
     mask, write_idx = dense(segments(torch.tensor([segment_ids])), 1, T, T), aux.kv_cache.scratch_idx(T)
@@ -468,9 +462,10 @@ def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
     probs (b, Vs), of the one forward of the diffusion LM throughout; token_ids (b,) int64 as on the canvas: a known
     token is fed, not drawn.  -> (b,) int64, on the CPU; nothing waits for the device before.
     """
-    written, is_masked = token_ids.to(probs.device, copy=True), token_ids == cfg.mask_id
+    written, is_masked = token_ids.to(probs.device, copy=True, non_blocking=True), token_ids == cfg.mask_id
     aux.kv_cache.truncate(0)
-    waiting = block_context(model, soft_embed(model, probs, token_ids, cfg)[None], cfg)  # (1, b+2, D), then one token
+    embeds = soft_embed(model, probs, token_ids, cfg)
+    waiting = ar_inputs(model, embeds[None], written[None, :0], cfg)  # (1, b+2, D), then one token id
     for j in range(last + 1):
         start, n = aux.kv_cache.cache_len, waiting.shape[1]
         mask, write_idx = dense(causal(start), 1, n, start + n), aux.kv_cache.scratch_idx(n)
@@ -489,7 +484,7 @@ def select_blocks(is_open, doubt, cfg):
     each block, the most certain first; ties go to the lowest index.
     """
     mean = (doubt * is_open).sum(1) / is_open.sum(1)  # NaN, sorted to the end, where nothing is open
-    best = mean.argsort(stable=True)[: min(cfg.blocks_per_step, is_open.any(1).sum())].tolist()
+    best = mean.argsort(stable=True)[: min(cfg.blocks_per_step, is_open.any(1).sum().item())].tolist()
     return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best]
 
 
@@ -509,7 +504,7 @@ def select_prefix(is_open, doubt, cfg):
 
 def select_tokens(is_open, doubt, cfg):
     """The K most certain open positions, whatever their blocks."""
-    K = min(cfg.tokens_per_step or cfg.block_size, is_open.sum())
+    K = min(cfg.tokens_per_step or cfg.block_size, is_open.sum().item())
     return [torch.where(is_open, doubt, torch.inf).flatten().argsort(stable=True)[:K].sort().values]
 
 
@@ -551,7 +546,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
         disagreed = torch.zeros_like(is_masked)
         if cfg.mode == "verify":
             disagreed = is_masked & (review(model, aux, probs, token_ids, draft_ids, cfg, banned) != draft_ids)
-        doubt = F.pad(doubt + lam * disagreed, (0, is_open.numel() - n)).view(is_open.shape)
+            doubt[disagreed] += lam
+        doubt = F.pad(doubt, (0, is_open.numel() - n)).view(is_open.shape)
         # select
         for idx in MODES[cfg.mode](is_open, doubt, cfg):
             # commit: the AR model writes a block from its marginals; a single token needs no coherence
@@ -606,8 +602,8 @@ def load_aux(name, cfg, dtype):
         num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
         bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    config.codila = dict(vocab_len=cfg.vocab_len, banned_ids=[cfg.mask_id], think_id=cfg.vocab_len,
-                         end_think_id=cfg.vocab_len + 1, turn_end_id=None)  # fmt: skip
+    V = cfg.vocab_len
+    config.codila = dict(vocab_len=V, think_id=V, end_think_id=V + 1, turn_end_id=None)
     return Qwen3ForCausalLM(config), None
 
 
@@ -622,15 +618,12 @@ def enter_stage(model, stage, folder, cfg):
         if aux_tokenizer is not None:
             aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise ValueError(f"cannot load local AR model {name!r}: {text}") from error
+        raise ValueError(f"cannot load local AR model {name!r}: {' '.join(str(error).split())[:300]}") from error
     link = aux_model.config.codila
     cfg.turn_end_id = link["turn_end_id"]
     rows, aux_rows = (part.get_input_embeddings().num_embeddings for part in (model, aux_model))
     if link["vocab_len"] > min(rows, aux_rows) or max(link["think_id"], link["end_think_id"]) >= aux_rows:
         raise ValueError(f"{link['vocab_len']} shared tokens and two tags do not fit {rows} and {aux_rows} rows")
-    if cfg.mask_id < link["vocab_len"] and cfg.mask_id not in link["banned_ids"]:
-        raise ValueError(f"the local AR model could write the mask, token {cfg.mask_id}")
     if ranks(cfg)[1] == 1:  # frozen: half the memory; shards want one dtype
         model.to(getattr(torch, cfg.dtype))
     return Pair(model, prepare(aux_model.to(cfg.device)), link)
@@ -695,16 +688,13 @@ def decoders(cfg):
 
 
 THEMES = "red blue green gold".split()
-
-
-def name_of(i):
-    """Identifier i of 12, three tokens; the first is shared by two of them, the last by three."""
-    return "abcdef"[i // 2] + "αβγδεζηθικλμ"[i] + "1234"[i % 4]
+# identifiers of three tokens; the first token is shared by two of them, the last by three
+NAMES = ["abcdef"[i // 2] + "αβγδεζηθικλμ"[i] + "1234"[i % 4] for i in range(12)]
 
 
 def names_of(theme):
     """The 6 of the 12 identifiers that a theme allows, likeliest first."""
-    return [name_of((3 * THEMES.index(theme) + 5 * j) % 12) for j in range(6)]
+    return [NAMES[(3 * THEMES.index(theme) + 5 * j) % 12] for j in range(6)]
 
 
 def problem(rng):
@@ -736,17 +726,21 @@ def infill(cfg, value):
     pairs, folder = [value] if value else [], cfg.out if cfg.model == "tiny" else cfg.model
     for number, line in enumerate([] if value else Path(cfg.data).read_bytes().split(b"\n"), 1):
         try:
-            row = json.loads(line) if line.strip() else None
-            pairs += [[row["prompt"] + "", row["suffix"] + ""]] if row is not None else []
+            if line.strip():
+                row = json.loads(line)
+                pairs.append((row["prompt"] + "", row["suffix"] + ""))
         except (ValueError, TypeError, LookupError):
             raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt and suffix") from None
     if not pairs:
         raise ValueError(f"{cfg.data} has no rows")
+    "".join(text for pair in pairs for text in pair).encode()  # half a character raises ValueError
     model, tokenizer = load(folder, cfg, training=False)
     model, totals = enter_stage(model, METHOD, folder, cfg).train(False), collections.Counter()
     hole, generator = [cfg.mask_id] * cfg.max_new_tokens, torch.Generator().manual_seed(cfg.seed)
     for prefix, suffix in pairs:
         prefix_ids, suffix_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prefix, suffix))
+        if len(prefix_ids) + len(suffix_ids) > cfg.max_len:
+            raise ValueError(f"{prefix[:40]!r} and {suffix[:40]!r} have more than max_len = {cfg.max_len} tokens")
         prompt_ids = torch.tensor([prefix_ids], dtype=torch.int64, device=cfg.device)
         canvas_ids, clock = torch.tensor([hole + suffix_ids]), time.time()
         seq_ids, record = generate(model, prompt_ids, cfg, None, generator, canvas_ids, (), end_ids(cfg))
