@@ -483,9 +483,10 @@ def select_blocks(is_open, doubt, cfg):
     is_open (N, B) bool, doubt (N, B) float64. Returns a list of indices (k,) int64 into the N B places, here one for
     each block, the most certain first; ties go to the lowest index.
     """
-    mean = (doubt * is_open).sum(1) / is_open.sum(1)  # NaN, sorted to the end, where nothing is open
-    best = mean.argsort(stable=True)[: min(cfg.blocks_per_step, is_open.any(1).sum().item())].tolist()
-    return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best]
+    block_idx = is_open.any(1).nonzero()[:, 0]
+    mean = ((doubt * is_open).sum(1) / is_open.sum(1))[block_idx]
+    best = block_idx[mean.argsort(stable=True)[: cfg.blocks_per_step]]
+    return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best.tolist()]
 
 
 def select_prefix(is_open, doubt, cfg):
@@ -504,8 +505,9 @@ def select_prefix(is_open, doubt, cfg):
 
 def select_tokens(is_open, doubt, cfg):
     """The K most certain open positions, whatever their blocks."""
-    K = min(cfg.tokens_per_step or cfg.block_size, is_open.sum().item())
-    return [torch.where(is_open, doubt, torch.inf).flatten().argsort(stable=True)[:K].sort().values]
+    idx = is_open.flatten().nonzero()[:, 0]
+    best = doubt.flatten()[idx].argsort(stable=True)[: cfg.tokens_per_step or cfg.block_size]
+    return [idx[best.sort().values]]
 
 
 # what a round writes; in the last three modes it is the diffusion LM that writes

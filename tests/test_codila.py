@@ -553,8 +553,8 @@ def test_limits_of_the_schedules(model, case):
         plain, other = decode(model, case, mode="tokens", conf=conf, tokens_per_step=2)
         assert vetoed == plain and record["forwards"] == other["forwards"] == record["aux_forwards"]
         # by default a draft that both models want goes before any other
-        one, other = (decode(model, case, mode="verify", conf=conf, lam=lam) for lam in (-1.0, math.inf))
-        assert one == other
+        one, other, last = (decode(model, case, mode="verify", conf=conf, lam=lam) for lam in (-1.0, 1e6, math.inf))
+        assert one == other and META["mask_id"] not in last[0]
 
 
 @pytest.mark.parametrize("case", GEN, ids=lambda case: case["name"])
