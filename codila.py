@@ -612,6 +612,8 @@ def load_aux(name, cfg, dtype):
 def enter_stage(model, stage, folder, cfg):
     """The model at the start of a stage of training, or as saved in folder: CoDiLA adds the local AR model."""
     if stage != METHOD:
+        if cfg.aux != "tiny":  # what the last stage needs is looked for before the first one trains
+            PretrainedConfig.get_config_dict(cfg.aux)
         return model
     name = str(Path(folder, "aux")) if folder and Path(folder, "aux").is_dir() else cfg.aux
     dtype = model.lm_head.weight.dtype  # float32 where the AR model is to be trained
@@ -621,10 +623,13 @@ def enter_stage(model, stage, folder, cfg):
             aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
     except Exception as error:
         raise ValueError(f"cannot load local AR model {name!r}: {' '.join(str(error).split())[:300]}") from error
-    link = aux_model.config.codila
+    link, kinds = aux_model.config.codila, dict(vocab_len=int, think_id=int, end_think_id=int, turn_end_id=int | None)
+    if type(link) is not dict or not all(isinstance(link.get(key, ""), kind) for key, kind in kinds.items()):
+        raise ValueError(f"{name!r} does not say which tokens it shares with the diffusion LM: `codila` in config.json")
     cfg.turn_end_id = link["turn_end_id"]
     rows, aux_rows = (part.get_input_embeddings().num_embeddings for part in (model, aux_model))
-    if link["vocab_len"] > min(rows, aux_rows) or max(link["think_id"], link["end_think_id"]) >= aux_rows:
+    ids, tags = [cfg.eos_id, cfg.turn_end_id or 0], [link["think_id"], link["end_think_id"]]
+    if not (0 <= max(ids) < link["vocab_len"] <= min(rows, aux_rows) and 0 <= min(tags) <= max(tags) < aux_rows):
         raise ValueError(f"{link['vocab_len']} shared tokens and two tags do not fit {rows} and {aux_rows} rows")
     if ranks(cfg)[1] == 1:  # frozen: half the memory; shards want one dtype
         model.to(getattr(torch, cfg.dtype))
@@ -1231,8 +1236,8 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

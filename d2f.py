@@ -648,6 +648,9 @@ def enter_stage(model, stage, folder, cfg):
     cfg.eot_id = getattr(model.config, "eot_token_id", cfg.eot_id)
     if stage == "adapt":
         print(f"{METHOD}: {cfg.model} is no diffusion LM: `adapt` makes it one, with full attention; it is the teacher")
+    for name, read in ((cfg.teacher, read_config), (cfg.adapter, read_adapter)):
+        if name and stage != METHOD:  # what the last stage needs is looked for before the first one trains
+            read(name)
     if stage == METHOD and folder is None and cfg.teacher:
         held = dataclasses.replace(cfg)
         model, _ = load(cfg.teacher, held, training=True)
@@ -1221,8 +1224,8 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

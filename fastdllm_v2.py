@@ -476,8 +476,13 @@ def stages(cfg):
     """The stages of training, in order: a plain AR model of the data first, if asked for, then the method."""
     if cfg.max_len % cfg.block_size:
         raise ValueError(f"max_len {cfg.max_len}, the window, is not a multiple of block_size {cfg.block_size}")
+
+    def keep_packable(rows, cfg):
+        pack(rows, cfg)  # rows that the method refuses are refused before the AR stage trains on them
+        return keep_short(rows, cfg)
+
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_packable, no_draws, make_ar_inputs, ar_loss),
         Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
     ]
 
@@ -988,8 +993,8 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

@@ -928,8 +928,8 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr > 0")
+    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
+        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

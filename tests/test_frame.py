@@ -457,6 +457,19 @@ def test_padding_mask_and_eos_tokens(script, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- bad input
 
 
+OWN = {  # flags of one method that cannot work
+    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--slot_size 8 --serial_blocks 3",
+                 "--slot_sizes 4,x", "--masking x", "--top_p 0.5"],
+    "d2f": ["--tau_add 2", "--tau_act -1", "--tau_conf nan", "--decode_block_size 0", "--schedule x", "--p_min 0",
+            "--lora_rank 0", "--adapter not/there", "--teacher not/there"],
+    "fastdllm_v2": ["--tau 2", "--sub_block_size 3", "--block_size 0", "--confidence x", "--max_len 41",
+                    "--max_len 80000"],
+    "orthrus": ["--block_size 1", "--loss x", "--anchors 0", "--top_k -1"],
+    "codila": ["--block_size 0", "--mode x", "--block_sizes 2,x", "--p_partial 2", "--tau nan", "--tags one",
+               "--aux not/there"],
+}  # fmt: skip
+
+
 def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, capsys):
     good = jsonl(tmp_path / "good.jsonl", [ROWS["prompt/response"]] * 8)
     out = tmp_path / "out"
@@ -480,6 +493,14 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "temperature": (("--generate", "--model", model, "--temperature", -1), ["temperature"]),
         "top_p": (("--generate", "--model", model, "--top_p", 0), ["top_p"]),
         "top_p 2": (("--generate", "--model", model, "--top_p", 2), ["top_p"]),
+        "temperature nan": (("--generate", "--model", model, "--temperature", "nan"), ["temperature"]),
+        "clip": ((*train, "--clip", -1), ["clip"]),
+        "lr": ((*train, "--lr", "nan"), ["lr"]),
+        "seed": ((*train, "--seed", 2**62), ["seed"]),
+        "negative seed": (("--generate", "--model", model, "--seed", -1), ["seed"]),
+        "a model that is a file": (("--generate", "--model", good), [good.name]),
+        "a model without a name": (("--generate", "--model", ""), ["cannot load"]),
+        "out is a file": (("--train", *short(script), "--out", good), ["name another --out"]),
         "dtype": (("--generate", "--model", model, "--dtype", "float17"), ["float17"]),
         "device": (("--generate", "--model", model, "--device", "tpu"), ["tpu"]),
         "nothing to resume": (("--train", "--resume", "--out", tmp_path / "nowhere"), ["nowhere"]),
@@ -494,20 +515,22 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
                 '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}'):  # fmt: skip
         file = jsonl(tmp_path / f"broken{len(cases)}.jsonl", [ROWS["prompt/response"], row, ROWS["prompt/response"]])
         cases[f"broken row {row[:40]}"] = ((*train, "--data", file), [file.name, "line 2"])
+    for flags in OWN[script.METHOD]:
+        cases[flags] = ((*train, *flags.split()), [])
     for name, (args, words) in cases.items():
         line = refused(script, capsys, *args, words=words)
         assert line.startswith(f"{script.METHOD}.py: "), name
         assert not out.exists() and not Path(f"{out}.tmp").exists(), name
 
 
-def test_a_backbone_without_a_mask_token_cannot_decode_untrained(tmp_path, capsys):
-    import refusion
-
-    backbone, tokenizer = refusion.tiny_backbone(refusion.Config())
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "orthrus"])  # it borrows an unused token
+def test_a_backbone_without_a_mask_token_cannot_decode_untrained(name, tmp_path, capsys):
+    script = importlib.import_module(name)
+    backbone, tokenizer = script.tiny_backbone(script.Config())
     backbone.config.mask_token_id, tokenizer.mask_token = None, None
     backbone.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    refused(refusion, capsys, "--generate", "--model", tmp_path, words=["no mask token"])
+    refused(script, capsys, "--generate", "--model", tmp_path, words=["no mask token"])
 
 
 def reshaped(folder, change):
