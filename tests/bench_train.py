@@ -46,8 +46,10 @@ def random_model(script, shape, weights_dtype, **changes):
         aux_model.config.codila = tiny(*args)[0].config.codila  # of the built-in one: which ids are shared
         return aux_model, None
 
+    backbone = prepare(build(shape, cfg.device, weights_dtype))
+    backbone.config.mask_token_id = cfg.mask_id
     with mock.patch.object(script, "load_aux", aux_of_the_same_shape, create=True):
-        return script.enter_stage(prepare(build(shape, cfg.device, weights_dtype)), script.METHOD, None, cfg), cfg
+        return script.enter_stage(backbone, script.METHOD, None, cfg), cfg
 
 
 def setup(script, shape, length, batch, device):
