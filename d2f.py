@@ -373,7 +373,7 @@ def attach_adapter(model, config, tensors):
         if (A.shape, B.shape) != ((config["r"], linear.in_features), (linear.out_features, config["r"])):
             raise ValueError(f"the adapter does not fit the model: layer {idx}, {name}")
         linear.lora_A, linear.lora_B = (torch.nn.Parameter(x.float().to(linear.weight.device)) for x in (A, B))
-        linear.lora_scale, linear.lora_dropout = scale, config.get("lora_dropout", 0.0)
+        linear.lora_scale, linear.lora_dropout = scale, config.get("lora_dropout") or 0.0
     if todo:
         raise ValueError("the adapter does not fit the model: layer {}, {}".format(*next(iter(todo))))
     model.adapter_config = config
@@ -390,6 +390,7 @@ def read_adapter(name):
         config, loaded, tensors = json.loads(Path(config_file).read_text()), load_file(tensor_file), {}
         odd = [key for key, value in PLAIN.items() if (config.get(key, value) or None) != (value or None)]
         odd += [key for key in ("r", "lora_alpha") if not config[key] > 0]
+        odd += ["lora_dropout"] * (not 0 <= (config.get("lora_dropout") or 0.0) < 1)
     except Exception as error:
         raise ValueError(f"cannot load adapter {name!r}: {' '.join(str(error).split())[:300]}") from error
     for key, tensor in loaded.items():
@@ -1209,8 +1210,11 @@ def read_settings(folder):
     """What a folder of ours was trained with, or {}. Raises ValueError where the file is not what `save` wrote."""
     file = Path(folder, "settings.json")
     held = json.loads(file.read_bytes()) if file.is_file() else {}
-    fields = dataclasses.fields(Config)
-    if type(held) is not dict or not all(isinstance(held.get(f.name, f.default), f.type) for f in fields):
+    right = type(held) is dict
+    for field in dataclasses.fields(Config) if right else ():
+        value = held.get(field.name, field.default)
+        right &= isinstance(value, field.type) and isinstance(value, bool) == (field.type is bool)  # True is an int
+    if not right:
         raise ValueError(f"{file} is not a settings file of this script")
     return held
 
@@ -1224,8 +1228,10 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
+    if not (0 <= cfg.temperature < math.inf and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0):
+        raise ValueError("temperature must be >= 0 and finite, top_p in (0, 1], lr and clip > 0")
+    if not 0 <= cfg.seed < 2**31:
+        raise ValueError(f"seed must lie in [0, 2**31), not {cfg.seed}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

@@ -978,8 +978,11 @@ def read_settings(folder):
     """What a folder of ours was trained with, or {}. Raises ValueError where the file is not what `save` wrote."""
     file = Path(folder, "settings.json")
     held = json.loads(file.read_bytes()) if file.is_file() else {}
-    fields = dataclasses.fields(Config)
-    if type(held) is not dict or not all(isinstance(held.get(f.name, f.default), f.type) for f in fields):
+    right = type(held) is dict
+    for field in dataclasses.fields(Config) if right else ():
+        value = held.get(field.name, field.default)
+        right &= isinstance(value, field.type) and isinstance(value, bool) == (field.type is bool)  # True is an int
+    if not right:
         raise ValueError(f"{file} is not a settings file of this script")
     return held
 
@@ -993,8 +996,10 @@ def check_common(cfg):
         raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (cfg.temperature >= 0 and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0 and 0 <= cfg.seed < 2**31):
-        raise ValueError("temperature must be >= 0, top_p in (0, 1], lr and clip > 0, seed in [0, 2**31)")
+    if not (0 <= cfg.temperature < math.inf and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0):
+        raise ValueError("temperature must be >= 0 and finite, top_p in (0, 1], lr and clip > 0")
+    if not 0 <= cfg.seed < 2**31:
+        raise ValueError(f"seed must lie in [0, 2**31), not {cfg.seed}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {cfg.device} here")
 

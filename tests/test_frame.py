@@ -494,6 +494,7 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "top_p": (("--generate", "--model", model, "--top_p", 0), ["top_p"]),
         "top_p 2": (("--generate", "--model", model, "--top_p", 2), ["top_p"]),
         "temperature nan": (("--generate", "--model", model, "--temperature", "nan"), ["temperature"]),
+        "temperature inf": (("--generate", "--model", model, "--temperature", "inf"), ["temperature"]),
         "clip": ((*train, "--clip", -1), ["clip"]),
         "lr": ((*train, "--lr", "nan"), ["lr"]),
         "seed": ((*train, "--seed", 2**62), ["seed"]),
@@ -593,6 +594,7 @@ BROKEN = {  # name: (change of a trained folder, words of the line)
     "tokenizer is empty": (written("tokenizer.json", "{}"), ["cannot load"]),
     "settings are a list": (written("settings.json", "[1]"), ["settings"]),
     "settings of another type": (written("settings.json", '{"steps": "x"}'), ["settings"]),
+    "settings with True for a number": (written("settings.json", '{"problems": true}'), ["settings"]),
     "settings are cut off": (written("settings.json", "{"), []),
     "another hidden_size": (lambda f: rewritten(f, "config.json", hidden_size=64), ["another shape"]),
     "a missing tensor": (lambda f: reshaped(f, lambda t: t.pop(UP)), [UP]),
@@ -621,6 +623,19 @@ def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
             line = refused(script, capsys, *args, "--model", folder, words=words)
             assert line.startswith(f"{script.METHOD}.py: "), name
             assert not out.exists() and not Path(f"{out}.tmp").exists() and not (folder / "executed").exists(), name
+
+
+def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys):
+    """Weights that are not numbers: no confidence passes a threshold, no comparison is true."""
+    for value in (float("nan"), float("inf")):
+        folder = tmp_path / str(value)
+        shutil.copytree(trained(script), folder)
+        reshaped(folder, lambda t: t["model.norm.weight"].fill_(value))
+        for temperature in (0, 1):
+            flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
+            assert run(script, "--generate", "--model", folder, *flags) == 0
+            report = json.loads(capsys.readouterr().out.splitlines()[-1])
+            assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
 
 
 def test_broken_states_are_not_resumed(script, trained, tmp_path, capsys):
