@@ -8,7 +8,7 @@ Differs       from plain AR: 1. attention is full inside a block  2. the input i
               used with a mask and with its complement  3. several tokens a forward. The next-token head stays: the
               token at i is read from the logits at i-1.
 Implements    block-aligned packing -> pack; complementary masks -> make_training_inputs; masked loss with token shift
-              -> training_loss; block cache, sub-blocks, threshold, DualCache -> generate, generate_batch
+              -> training_loss; block cache, sub-blocks, threshold, DualCache -> generate_batch, generate
 Left out      likelihood scoring of benchmark answers; labels on earlier turns and on the newline behind the stop token
 Not as in     the published code: an aligned sample gets no extra pad block; a prompt of exactly D tokens is prefilled;
               the mask token is never an output; in batches, rows stop at a stop token that a commit gives, take their
@@ -21,7 +21,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import functools
 import html
 import json
 import math
@@ -43,6 +42,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -66,7 +66,7 @@ from common import (
     token_nll,
     walk,
 )
-from kernels import notice
+from kernels import notice, to_host
 
 METHOD = "fastdllm_v2"
 
@@ -195,18 +195,12 @@ def make_training_inputs(batch, draws, cfg):
     }
 
 
-@functools.lru_cache(maxsize=8)
-def training_mask(L, block_size, views, device):
-    """One mask for all rows and steps; a BlockMask on CUDA."""
-    T = (views + 1) * L
-    return build_mask(noisy_clean(L, block_size, views), 1, T, T, device)
-
-
 def masked_nll(model, inputs, cfg):
     """-log p of every masked token from its view, (R, V, L-1) float32: entry i-1 for position i, 0 where not masked."""
     labels = inputs["labels"]
     R, V, L = labels.shape
-    attn_mask = training_mask(L, cfg.block_size, V, labels.device)
+    T = (V + 1) * L
+    attn_mask = build_mask(noisy_clean(L, cfg.block_size, V), 1, T, T, labels.device)
     hidden = walk(model, inputs["input_ids"], inputs["position_ids"], attn_mask, checkpointing=cfg.checkpointing)
     noisy = hidden[:, : V * L].unflatten(1, (V, L))  # (R, V, L, width)
     # token shift: i is predicted at i-1, over block borders too; nobody predicts the window's first token
@@ -229,10 +223,10 @@ def forward(decoder, ids, cfg, offset=0, count=True):
     Keys and values go to scratch. Visible: the committed blocks and the whole current block, what an earlier call left
     of it in scratch included; in a prefill of several blocks, those up to the token's own.
     """
-    start, n, device = decoder.kv_cache.cache_len, ids.shape[1], ids.device
+    start, n = decoder.kv_cache.cache_len, ids.shape[1]
     first, end = start + offset, start + max(offset + n, cfg.block_size)
-    mask = dense(block_causal(cfg.block_size, offset=first), 1, n, end, device)
-    positions = torch.arange(first, first + n, device=device)[None]
+    mask = dense(block_causal(cfg.block_size, offset=first), 1, n, end)
+    positions = torch.arange(first, first + n)[None]
     return decoder(ids, positions, mask, decoder.kv_cache.scratch_idx(n, offset), count)[..., : cfg.vocab_len]
 
 
@@ -242,10 +236,10 @@ def window_logits(decoder, block_ids, s, is_sub, cfg):
     is_sub: run the sub-block alone over what scratch holds of the rest of the block (DualCache, approximate). The first
     row repeats itself instead of its missing left neighbour: its token is known by then.
     """
-    S = cfg.sub_block_size
-    logits = forward(decoder, block_ids[:, s : s + S] if is_sub else block_ids, cfg, offset=s if is_sub else 0)
+    first, n = (s, cfg.sub_block_size) if is_sub else (0, cfg.block_size)
+    logits = forward(decoder, block_ids[:, first : first + n], cfg, offset=first)
     logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-    return logits if is_sub else logits[:, s : s + S]
+    return logits[:, s - first : s - first + cfg.sub_block_size]
 
 
 def without_mask(logits, cfg):
@@ -254,10 +248,10 @@ def without_mask(logits, cfg):
 
 
 def commit(decoder, ids, cfg, count=True):
-    """Run clean blocks (B, n) to keep their exact keys and values. -> (B,) the next token, greedy, no bar  [code]"""
+    """Run clean blocks (B, n) to keep their exact keys and values. -> (B,) next token, greedy, no bar, CPU  [code]"""
     logits = forward(decoder, ids, cfg, count=count)
     decoder.kv_cache.commit(ids.shape[1])
-    return without_mask(logits[:, -1], cfg).argmax(-1)
+    return without_mask(logits[:, -1], cfg).argmax(-1).cpu()
 
 
 def nucleus(logits, temperature, top_p):
@@ -270,7 +264,7 @@ def nucleus(logits, temperature, top_p):
 
 
 def propose(logits, cfg, generator):
-    """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32"""
+    """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32, CPU"""
     logits = logits.float()
     probs = logits.softmax(-1)  # the mask token counts here, though it is never chosen
     logits = without_mask(logits, cfg)
@@ -281,7 +275,7 @@ def propose(logits, cfg, generator):
         uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64).to(kept.device)
         pred_ids = (kept / -uniform.log()).argmax(-1)  # a race of exponentials = one draw a position
         probs = kept if cfg.confidence == "nucleus" else probs
-    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
+    return to_host(pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0])
 
 
 def select(conf, is_masked, tau):
@@ -290,129 +284,88 @@ def select(conf, is_masked, tau):
     return is_masked & (conf > tau).scatter(-1, best, True)
 
 
-def is_finished(ids, cfg):
-    """There is an EOS in ids (n,) and no mask before it."""
-    found = (ids == cfg.eos_id).nonzero()
-    return len(found) > 0 and not (ids[: found[0, 0]] == cfg.mask_id).any()
-
-
-def check_prompts(prompts, cfg):
-    """Raise ValueError unless each of prompts, tensors (P,), has a token and none is the mask."""
-    check(cfg)
-    if not prompts or any(ids.ndim != 1 or len(ids) == 0 or (ids == cfg.mask_id).any() for ids in prompts):
-        raise ValueError("a prompt is at least one token, none of them the mask")
-
-
 @torch.no_grad()
-def generate(model, prompt_ids, cfg, decoder=None, generator=None):
+def generate_batch(model, prompts, cfg, decoder=None, generator=None):
     """Block after block: fill the masks sub-block by sub-block, commit the block, go on with the token it names.
 
-    prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): the text, cut behind a first EOS, and forwards, rounds,
-    fixed_round (R,), calls, the kind of every call: prefill, block, sub, commit. The budget counts blocks, the one that
-    holds the prompt's end included: max_new_tokens // D of them, up to max_new_tokens + 1 tokens  [code].
-    Raises ValueError for a batch (see generate_batch), an empty prompt or one that holds the mask token.
+    prompts: list of (P,) int64, of unequal lengths under one block clock; the state of the loop lies on the CPU.
+    Returns (texts, record): per prompt its tokens and the new ones up to the first EOS, (P+R,) int64; forwards, rounds,
+    fixed_round, a list (R,) per prompt, and calls, the kind of every call: prefill, block, sub, commit.
+    The budget counts blocks: max_new_tokens // D of them behind the whole blocks of the longest prompt, for one prompt
+    up to max_new_tokens + 1 tokens  [code]. A prompt alone ends inside a block, with its EOS; several fill their block,
+    then the finished ones leave  [code]. Without block_cache a row's text is that of its prompt alone. decoder: of as
+    many rows as prompts; its layers are compiled for one alone, since rows leave.
+    Raises ValueError for no prompt, one without tokens or one that holds the mask token.
     """
-    if prompt_ids.ndim != 2 or prompt_ids.shape[0] != 1:
-        raise ValueError(f"generate decodes one prompt, not {tuple(prompt_ids.shape)}: see generate_batch")
-    check_prompts([prompt_ids[0]], cfg)
-    P, D, S = prompt_ids.shape[1], cfg.block_size, cfg.sub_block_size
-    whole = P // D * D  # tokens of the prompt in whole blocks
-    end = whole + cfg.max_new_tokens // D * D
-    decoder = (decoder or Decoder(model, end, compiled=cfg.compile)).reset()
-    seq_ids = F.pad(prompt_ids, (0, max(end + 1 - P, 0)), value=cfg.mask_id)  # the last commit names one token more
-    fixed_round, calls = torch.zeros(seq_ids.shape[1], dtype=torch.int64), []
-    if whole:
-        next_ids = commit(decoder, prompt_ids[:, :whole], cfg, count=whole == P)
-        calls.append("prefill")
-        if whole == P:
-            seq_ids[:, P], fixed_round[P] = next_ids, decoder.forwards - 1
-    for start in range(whole, end, D):
-        block_ids, in_scratch = seq_ids[:, start : start + D], False  # a view: what is written here is in the text
-        while not (ended := is_finished(seq_ids[0, P:], cfg)) and (block_ids == cfg.mask_id).any():
-            # propose: the whole block, masks included; its first sub-block with masks is the one to fill
-            is_masked = block_ids == cfg.mask_id
-            s = is_masked[0].nonzero()[0, 0].item() // S * S
-            is_masked, window_ids = is_masked[:, s : s + S], block_ids[:, s : s + S]
-            is_sub = in_scratch and not is_masked[0, 0]
-            logits = window_logits(decoder, block_ids, s, is_sub, cfg)
+    check(cfg)
+    device, prompts = prompts[0].device if prompts else None, [ids.cpu() for ids in prompts]
+    if not prompts or any(ids.ndim != 1 or len(ids) == 0 or (ids == cfg.mask_id).any() for ids in prompts):
+        raise ValueError("a prompt is at least one token, none of them the mask")
+    B, D, S, lengths = len(prompts), cfg.block_size, cfg.sub_block_size, [len(ids) for ids in prompts]
+    whole = min(lengths) // D * D  # tokens of every prompt in whole blocks
+    end = (max(lengths) // D + cfg.max_new_tokens // D) * D
+    decoder = (decoder or Decoder(model, end, batch=B, compiled=cfg.compile and B == 1)).reset()
+    seq_ids = pad_sequence(prompts, batch_first=True, padding_value=cfg.mask_id)
+    seq_ids = F.pad(seq_ids, (0, max(end + 1 - max(lengths), 0)), value=cfg.mask_id)  # the last commit names one more
+    is_new, rows = seq_ids == cfg.mask_id, torch.arange(B)  # rows: which prompts are still in the batch
+    fixed_round, calls = torch.zeros_like(seq_ids), []
+
+    def goes_on():  # (n,) rows without an EOS behind the prompt that has no mask before it
+        ids = seq_ids[rows]
+        ended = (ids == cfg.eos_id) & is_new[rows] & ((ids == cfg.mask_id).cumsum(dim=1) == 0)
+        return ~ended.any(dim=1)
+
+    borders = sorted({0, *range(whole, end + 1, D)})
+    for start, stop in zip(borders, borders[1:]):  # the first is the prefill, if any: whole blocks without masks
+        keep, in_scratch = goes_on(), False
+        if not keep.any():
+            break
+        if not keep.all():
+            rows = rows[keep]
+            decoder.keep_rows(keep.nonzero()[:, 0])
+        while (is_masked := seq_ids[rows, start:stop] == cfg.mask_id).any() and (B > 1 or goes_on()):
+            # propose: the whole block, masks included; the first sub-block with masks in any row is the one to fill
+            s = is_masked.any(dim=0).nonzero()[0, 0].item() // S * S
+            is_masked = is_masked[:, s : s + S]
+            is_sub = in_scratch and not is_masked[:, 0].any()
+            logits = window_logits(decoder, seq_ids[rows, start:stop], s, is_sub, cfg)
             calls.append("sub" if is_sub else "block")
             in_scratch = cfg.block_cache
             # score
             pred_ids, conf = propose(logits, cfg, generator)
             # select
             chosen = select(conf, is_masked, cfg.tau)
-            window_ids[chosen] = pred_ids[chosen]
-            fixed_round[start + s : start + s + S][chosen[0].cpu()] = decoder.forwards - 1
-        if ended:
+            row, offset = chosen.nonzero(as_tuple=True)
+            where = rows[row], start + s + offset
+            seq_ids[where], fixed_round[where] = pred_ids[chosen], decoder.forwards - 1
+        if not goes_on().any():
             break
         # commit
-        next_ids = commit(decoder, block_ids, cfg)
-        calls.append("commit")
-        seq_ids[:, start + D], fixed_round[start + D] = next_ids, decoder.forwards - 1
-    new_ids = seq_ids[0, P:]
-    eos_idx = (new_ids == cfg.eos_id).nonzero()[:1, 0].tolist()
-    R = eos_idx[0] + 1 if eos_idx else len(new_ids)
-    fixed_round, n = fixed_round[P : P + R].tolist(), decoder.forwards
-    return seq_ids[:, : P + R], {"forwards": n, "rounds": n, "fixed_round": fixed_round, "calls": calls}
-
-
-@torch.no_grad()
-def generate_batch(model, prompts, cfg, generator=None):
-    """`generate` for prompts of unequal length under one block clock; finished rows leave the batch.
-
-    prompts: list of (P,) int64. Returns (texts, record): per prompt its tokens and the new ones up to the first EOS,
-    (P+R,) int64; forwards and calls of the batch. A row is filled to the end of its block even behind an EOS; without
-    block_cache its text is that of `generate`, while the budget, max_new_tokens // D blocks, starts where the longest
-    prompt ends. No per-layer compilation: the number of rows changes. Raises ValueError as `generate` does.
-    """
-    check_prompts(prompts, cfg)
-    D, S, device = cfg.block_size, cfg.sub_block_size, prompts[0].device
-    prompt_lens = torch.tensor([len(ids) for ids in prompts], device=device)
-    whole, longest = prompt_lens.min().item() // D * D, prompt_lens.max().item()
-    end = (longest // D + cfg.max_new_tokens // D) * D
-    seq_ids = torch.full((len(prompts), max(end + 1, longest)), cfg.mask_id, device=device)
-    for row, ids in zip(seq_ids, prompts):
-        row[: len(ids)] = ids
-    is_new = torch.arange(seq_ids.shape[1], device=device) >= prompt_lens[:, None]
-    decoder = Decoder(model, end, batch=len(prompts), compiled=False).reset()
-    rows, calls = torch.arange(len(prompts), device=device), []  # rows: which prompts are still in the batch
-
-    def unfinished():
-        return ~((seq_ids == cfg.eos_id) & is_new).any(dim=1)[rows]
-
-    if whole:
-        next_ids = commit(decoder, seq_ids[:, :whole], cfg, count=is_new[:, whole].any().item())
-        calls.append("prefill")
-        seq_ids[:, whole] = torch.where(is_new[:, whole], next_ids, seq_ids[:, whole])
-    for start in range(whole, end, D):
-        keep = unfinished()
-        if not keep.any():
-            break
-        if not keep.all():
-            rows = rows[keep]
-            decoder.keep_rows(keep.nonzero()[:, 0])
-        block_ids, in_scratch = seq_ids[rows, start : start + D], False  # a copy
-        while (is_masked := block_ids == cfg.mask_id).any():
-            s = is_masked.any(dim=0).nonzero()[0, 0].item() // S * S  # the first sub-block with masks in any row
-            is_masked, window_ids = is_masked[:, s : s + S], block_ids[:, s : s + S]
-            is_sub = in_scratch and not is_masked[:, 0].any()
-            logits = window_logits(decoder, block_ids, s, is_sub, cfg)
-            calls.append("sub" if is_sub else "block")
-            in_scratch = cfg.block_cache
-            pred_ids, conf = propose(logits, cfg, generator)
-            chosen = select(conf, is_masked, cfg.tau)
-            window_ids[chosen] = pred_ids[chosen]
-        seq_ids[rows, start : start + D] = block_ids
-        if (goes_on := unfinished()).any():
-            next_ids = commit(decoder, block_ids, cfg)
-            calls.append("commit")
-            takes = is_new[rows, start + D] & goes_on  # the others go on with their prompt, or leave
-            seq_ids[rows[takes], start + D] = next_ids[takes]
+        is_named = is_new[rows, stop]  # the others go on with their prompt
+        counts = stop > whole or is_named.any().item()  # a pure prefill does not
+        next_ids = commit(decoder, seq_ids[rows, start:stop], cfg, counts)
+        calls.append("commit" if stop > whole else "prefill")
+        where = rows[is_named], stop
+        seq_ids[where], fixed_round[where] = next_ids[is_named], decoder.forwards - 1
+    record = dict(forwards=decoder.forwards, rounds=decoder.forwards, fixed_round=[], calls=calls)
     texts = []
-    for row, new in zip(seq_ids, is_new):
-        ends = ((row == cfg.eos_id) & new).nonzero()[:1, 0].tolist()
-        texts.append(row[: ends[0] + 1] if ends else row[row != cfg.mask_id])
-    return texts, {"forwards": decoder.forwards, "calls": calls}
+    for P, ids, fixed in zip(lengths, seq_ids, fixed_round):
+        ends = (ids[P:] == cfg.eos_id).nonzero()[:1, 0].tolist()
+        length = P + ends[0] + 1 if ends else (ids != cfg.mask_id).sum().item()
+        texts.append(ids[:length].to(device))
+        record["fixed_round"].append(fixed[P:length].tolist())
+    return texts, record
+
+
+def generate(model, prompt_ids, cfg, decoder=None, generator=None):
+    """`generate_batch` for one prompt (1, P). Returns (seq_ids (1, P+R), record) with its own fixed_round (R,).
+
+    Raises ValueError for a batch, an empty prompt or one that holds the mask token.
+    """
+    if prompt_ids.ndim != 2 or prompt_ids.shape[0] != 1:
+        raise ValueError(f"generate decodes one prompt, not {tuple(prompt_ids.shape)}: see generate_batch")
+    (ids,), record = generate_batch(model, list(prompt_ids), cfg, decoder, generator)
+    return ids[None], record | {"fixed_round": record["fixed_round"][0]}
 
 
 # -------------------------------------------------------------------------------------- what the frame asks of a script
@@ -462,11 +415,6 @@ def spare_mask_id(backbone, tokenizer):
     return None
 
 
-def token_budget(P, cfg):
-    """max_new_tokens that makes `generate` write at least the wanted number of tokens: it counts whole blocks."""
-    return -(-(P % cfg.block_size + cfg.max_new_tokens) // cfg.block_size) * cfg.block_size
-
-
 def new_decoder(model, prompt_len, cfg):
     """A Decoder with room for a prompt of up to prompt_len tokens and what generate writes."""
     return Decoder(model, prompt_len + cfg.max_new_tokens + cfg.block_size, compiled=cfg.compile)
@@ -492,7 +440,8 @@ def decoders(cfg):
 
     def at(tau):
         def run(model, prompt_ids, cfg, decoder=None, generator=None):
-            budget = token_budget(prompt_ids.shape[1], cfg)
+            P, D = prompt_ids.shape[1], cfg.block_size
+            budget = -(-(P % D + cfg.max_new_tokens) // D) * D  # in whole blocks, not less than the wanted tokens
             cfg = dataclasses.replace(cfg, tau=tau, max_new_tokens=budget)
             return generate(model, prompt_ids, cfg, decoder, generator)
 

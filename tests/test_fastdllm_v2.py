@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from conftest import golden, load_backbone
 from safetensors.torch import load_file, save_file
+from test_device import PretendedDevice, mark, marked, put_there
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import fastdllm_v2
 import kernels
-from common import Decoder, block_causal, dense, noisy_clean, walk
+from common import Decoder, block_causal, dense, noisy_clean, prepare, walk
 from fastdllm_v2 import (
     Config,
     draw_noise,
@@ -371,8 +372,14 @@ def test_rows_of_a_batch_equal_their_single_runs(random_model, tau, rank, monkey
     keep_rows = Decoder.keep_rows
     monkeypatch.setattr(Decoder, "keep_rows", lambda self, rows: (left.append(len(rows)), keep_rows(self, rows)))
     texts, record = generate_batch(random_model, prompts, cfg)
-    for ids, text in zip(prompts, texts):
-        single = generate(random_model, ids[None], cfg)[0][0]
+
+    def order(rounds):
+        return [sorted(set(rounds)).index(number) for number in rounds]
+
+    for ids, text, rounds in zip(prompts, texts, record["fixed_round"], strict=True):
+        single, single_record = generate(random_model, ids[None], cfg)
+        single, fixed = single[0], single_record["fixed_round"]
+        assert len(rounds) == len(text) - len(ids) and order(rounds[: len(fixed)]) == order(fixed)
         assert torch.equal(text[: len(single)], single)
         assert len(text) == len(single) or cfg.eos_id not in single[len(ids) :].tolist()
         assert cfg.mask_id not in text.tolist() and cfg.eos_id not in text[len(ids) : -1].tolist()
@@ -396,6 +403,22 @@ def test_a_padded_replay_gives_the_same_batch(random_model, monkeypatch):
                 self, forward, trash_idx, max_key, pad=True, capture=False))  # fmt: skip
             padded = generate_batch(random_model, prompts, cfg)
         assert all(map(torch.equal, plain[0], padded[0])) and plain[1] == padded[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_keeps_devices_apart_and_waits_once_a_forward(random_model, temperature):
+    cfg, prompts = settings(tau=0.1, max_new_tokens=40, temperature=temperature), [prompt(P)[0] for P in LENGTHS]
+    cfg.eos_id = eos_that_ends_texts(random_model, prompts, cfg)[0]
+    here = generate_batch(random_model, prompts, cfg, generator=torch.Generator().manual_seed(0))
+    model = Qwen2ForCausalLM(random_model.config).eval()
+    model.load_state_dict(random_model.state_dict())
+    with PretendedDevice() as device:
+        model = put_there(prepare(model))
+        device.events.clear()
+        there = generate_batch(model, list(map(mark, prompts)), cfg, generator=torch.Generator().manual_seed(0))
+        assert device.waits() <= there[1]["forwards"] + len(prompts) and all(map(marked, there[0]))
+    assert here[1] == there[1] and [ids.tolist() for ids in here[0]] == [ids.tolist() for ids in there[0]]
+    assert len(set(map(len, here[1]["fixed_round"]))) > 1, "rows must leave at different blocks"
 
 
 def test_a_stop_token_ends_the_text_wherever_it_comes_from(random_model):
@@ -455,7 +478,7 @@ def test_sampling_repeats_with_the_seed_and_greedy_ignores_it(random_model):
     def run(temperature, seed):
         cfg = settings(temperature=temperature)
         generator = torch.Generator().manual_seed(seed)
-        batch = generate_batch(random_model, [prompt(3)[0], prompt(9)[0]], cfg, generator)[0]
+        batch = generate_batch(random_model, [prompt(3)[0], prompt(9)[0]], cfg, generator=generator)[0]
         return generate(random_model, prompt(5), cfg, generator=generator)[0].tolist(), [ids.tolist() for ids in batch]
 
     assert run(1.0, 1) == run(1.0, 1) != run(1.0, 2)
@@ -485,8 +508,12 @@ def test_the_mask_token_and_rows_behind_the_tokenizer_are_never_written(random_m
             assert max(ids) < 36
 
 
-def test_one_decoder_serves_many_prompts(random_model):
+@pytest.mark.parametrize("rank", [None, 0])
+def test_one_decoder_serves_many_prompts(random_model, rank):
+    """Also where they end before their budget."""
     cfg, decoder = settings(block_cache=True), Decoder(random_model, 60)
+    if rank is not None:
+        cfg.eos_id = eos_that_ends_texts(random_model, [prompt(P)[0] for P in LENGTHS], cfg)[rank]
     fresh = [generate(random_model, prompt(P), cfg) for P in LENGTHS]
     again = [generate(random_model, prompt(P), cfg, decoder) for P in LENGTHS * 2]
     for (ids, record), (ids2, record2) in zip(fresh * 2, again):
