@@ -439,6 +439,22 @@ def test_a_stop_token_ends_the_text_wherever_it_comes_from(random_model):
     assert sources == {"commit", "prefill", "block"}
 
 
+def test_a_batch_fills_its_blocks_and_spends_nothing_behind_its_last_row(random_model):
+    """A prompt alone ends inside a block; a batch fills the block, does not commit it, and begins no other."""
+    sources = set()
+    for P in LENGTHS:
+        twice = [prompt(P)[0]] * 2
+        free, free_record = generate_batch(random_model, twice, settings())
+        for eos_id in set(free[0][P:].tolist()):
+            texts, record = generate_batch(random_model, twice, settings(eos_id=eos_id))
+            calls, n = free_record["calls"], len(record["calls"])
+            assert record["calls"] == calls[:n] and torch.equal(*texts)
+            is_named = (len(texts[0]) - 1) % 8 == 0
+            assert calls[n - 1] in ("commit", "prefill") if is_named else calls[n] == "commit"
+            sources.add(calls[n - 1])
+    assert sources == {"commit", "prefill", "block"}
+
+
 def test_all_rows_may_stop_in_the_first_block(random_model):
     prompts = [prompt(P)[0] for P in (2, 3)]
     free = [generate(random_model, ids[None], settings())[0][0] for ids in prompts]
