@@ -71,6 +71,7 @@ from common import (
     token_nll,
     walk,
 )
+from kernels import to_host
 
 METHOD = "d2f"
 
@@ -450,7 +451,7 @@ def confidence(logits, cfg, generator):
     pred_ids = probs.argmax(-1)
     if cfg.temperature > 0:  # the first of V exponential clocks with rates p rings for v with probability p_v
         clocks = torch.empty(probs.shape, dtype=torch.float64).exponential_(generator=generator)
-        pred_ids = (probs / clocks.to(probs.device)).argmax(-1)
+        pred_ids = (probs / clocks.to(probs.device, non_blocking=True)).argmax(-1)
     conf = rank = probs.gather(-1, pred_ids[:, None])[:, 0]
     if cfg.sampling_strategy == "margin_confidence":
         best = probs.topk(2).values
@@ -475,7 +476,7 @@ def select(conf, rank, block_idx, is_full, cfg):
 
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
-    """A pipeline of blocks, all unfinished ones filled by every forward, until no mask is left. Batch 1.
+    """A pipeline of blocks, all filled by every forward, until no mask is left. Batch 1; loop state on the CPU.
 
     prompt_ids (1, P) int64. Returns (seq_ids (1, P+R), record): R whole blocks, what stands behind a first EOS included
     (`trim` cuts it), and forwards, rounds, fixed_round (R,) and passes, one dict a forward: cache_len before it,
@@ -485,10 +486,10 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     check(cfg)
     if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0:
         raise ValueError(f"D2F decodes one prompt of at least one token, not {tuple(prompt_ids.shape)}")
-    P, B, device = prompt_ids.shape[1], cfg.decode_block_size, prompt_ids.device
+    P, B = prompt_ids.shape[1], cfg.decode_block_size
     decoder = (decoder or new_decoder(model, P, cfg)).reset()
-    kv_cache, prompt_lens = decoder.kv_cache, torch.tensor([P], device=device)
-    seq_ids, fixed_round, passes = prompt_ids[0].cpu(), [], []  # bookkeeping on the CPU: one exchange a forward
+    kv_cache, prompt_lens = decoder.kv_cache, torch.tensor([P])
+    seq_ids, fixed_round, passes = prompt_ids[0].cpu(), [], []
     remaining, is_full, eos_seen = [], [], False  # per block: masks left; fully active
 
     def progress(b):  # the prompt is a finished block in front of block 0
@@ -507,17 +508,17 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         first = next(b for b, n_masks in enumerate(remaining) if n_masks)
         start, n = kv_cache.cache_len, len(seq_ids) - kv_cache.cache_len
         n_commit = P + first * B - start
-        positions = torch.arange(start, start + n, device=device)[None]
-        mask = dense(block_causal(B, prompt_lens, start), 1, n, start + n, device)
-        logits = decoder(seq_ids[None, start:].to(device), positions, mask, kv_cache.scratch_idx(n))[0]  # (n, V)
+        positions = torch.arange(start, start + n)[None]
+        mask = dense(block_causal(B, prompt_lens, start), 1, n, start + n)
+        logits = decoder(seq_ids[None, start:], positions, mask, kv_cache.scratch_idx(n))[0]  # (n, V)
         kv_cache.commit(n_commit)  # its tokens and all that they see are final
         if cfg.shifted:
             if n_commit:
                 seed = logits[n_commit - 1 : n_commit].clone()  # predicts the first uncached token, also later on
             logits = torch.cat([seed, logits[:-1]])
         masked_idx = first * B + (seq_ids[P + first * B :] == cfg.mask_id).nonzero()[:, 0]  # places in the response
-        rows = logits[(P + masked_idx - start).to(device)]
-        pred_ids, conf, rank = (x.cpu() for x in confidence(rows, cfg, generator))
+        rows = logits[(P + masked_idx - start).to(logits.device, non_blocking=True)]
+        pred_ids, conf, rank = to_host(*confidence(rows, cfg, generator))
         # select: blocks do not see each other's new tokens before the next pass
         accept = select(conf, rank, masked_idx // B, is_full, cfg)
         # commit
@@ -528,7 +529,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
             eos_seen |= token == cfg.eos_id  # anywhere: no further block, but all existing ones are finished
         passes.append(dict(cache_len=start, n_input=n, n_commit=n_commit, revealed=[list(pair) for pair in revealed]))
     record = dict(forwards=decoder.forwards, rounds=len(passes), fixed_round=fixed_round, passes=passes)
-    return seq_ids[None].to(device), record
+    return seq_ids[None].to(prompt_ids.device), record
 
 
 @torch.no_grad()
@@ -539,21 +540,22 @@ def generate_vanilla(model, prompt_ids, cfg, decoder=None, generator=None):
     Arguments and result as `generate`.
     """
     check(cfg)
-    P, B, device = prompt_ids.shape[1], cfg.decode_block_size, prompt_ids.device
+    P, B = prompt_ids.shape[1], cfg.decode_block_size
     R = cfg.max_new_tokens // B * B
     decoder = (decoder or new_decoder(model, P, cfg)).reset()
     decoder.project = own_projection  # adapter off
-    seq_ids = torch.cat([prompt_ids, torch.full((1, R), cfg.mask_id, device=device)], dim=1)
-    positions, mask = torch.arange(P + R, device=device)[None], dense(full(), 1, P + R, P + R, device)
+    seq_ids = F.pad(prompt_ids.cpu(), (0, R), value=cfg.mask_id)
+    positions, mask = torch.arange(P + R)[None], dense(full(), 1, P + R, P + R)
     fixed_round = [-1] * R
     for turn in range(R):
         logits = decoder(seq_ids, positions, mask, decoder.kv_cache.scratch_idx(P + R))[0]  # never committed
         block = range(turn // B * B, turn // B * B + B)
-        idx = P + torch.tensor([i for i in block if fixed_round[i] < 0], device=device)
-        pred_ids, _, rank = confidence(logits[idx - int(cfg.shifted)], cfg, generator)
+        idx = P + torch.tensor([i for i in block if fixed_round[i] < 0])
+        rows = logits[(idx - int(cfg.shifted)).to(logits.device, non_blocking=True)]
+        pred_ids, _, rank = to_host(*confidence(rows, cfg, generator))
         best = rank.argmax()
-        seq_ids[0, idx[best]], fixed_round[idx[best].item() - P] = pred_ids[best], turn
-    return seq_ids, dict(forwards=decoder.forwards, rounds=R, fixed_round=fixed_round)
+        seq_ids[0, idx[best]], fixed_round[idx[best] - P] = pred_ids[best], turn
+    return seq_ids.to(prompt_ids.device), dict(forwards=decoder.forwards, rounds=R, fixed_round=fixed_round)
 
 
 # ----------------------------------------------------------------------------------------------- backbones of the paper
