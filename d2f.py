@@ -94,7 +94,7 @@ class Config:
     weight_decay: float = 0.05  # [code]
     clip: float = 1.0  # [code]
     max_len: int = 1024  # [code] every row is padded with EOS to this length; longer ones are dropped
-    max_new_tokens: int = 256  # [code] Dream; rounded down to whole blocks
+    max_new_tokens: int = 256  # [code] Dream; whole blocks: `generate` rounds down, --generate up
     problems: int = 64  # held-out problems decoded when no prompt is given
     temperature: float = 0.0  # [code]
     top_p: float = 1.0
@@ -213,15 +213,16 @@ def mask_ratios(u_first, u_increment, cfg):
 def noisy_inputs(batch, p_mask, u_token, cfg):
     """Mask response token i where u_token < p_mask, both (B, L); never the prompt.
 
-    Returns input_ids, labels (B, L) int64, prompt_lens (B,) int64, is_masked (B, L). Labels and is_masked stand where
-    the logits do that predict the token: one place to the left for a shifted backbone. Label -100: not masked.
+    Returns input_ids, labels (B, L) int64, -100: not masked; prompt_lens (B,) int64, is_masked (B, L) bool and weights
+    (B, L) float32, 1 / (masked tokens of the batch) on each of them. All but the first and prompt_lens stand where the
+    logits do that predict the token: one place to the left for a shifted backbone.
     """
     ids = torch.tensor([row["prompt_ids"] + row["answer_ids"] for row in batch])
     prompt_lens = torch.tensor([len(row["prompt_ids"]) for row in batch])
     is_masked = (u_token < p_mask) & (torch.arange(ids.shape[1]) >= prompt_lens[:, None])
-    labels = ids.masked_fill(~is_masked, -100)
-    return dict(input_ids=ids.masked_fill(is_masked, cfg.mask_id), labels=at_logits(labels, cfg),
-                prompt_lens=prompt_lens, is_masked=at_logits(is_masked, cfg))  # fmt: skip
+    labels, weights = ids.masked_fill(~is_masked, -100), is_masked / is_masked.sum().clamp(min=1)
+    moved = {name: at_logits(x, cfg) for name, x in dict(labels=labels, is_masked=is_masked, weights=weights).items()}
+    return moved | dict(input_ids=ids.masked_fill(is_masked, cfg.mask_id), prompt_lens=prompt_lens)
 
 
 def at_logits(x, cfg):
@@ -232,15 +233,13 @@ def at_logits(x, cfg):
 def make_training_inputs(batch, draws, cfg):
     """The noisy rows that teacher and student both see; blocks are counted from the end of each prompt.
 
-    Returns `noisy_inputs` and weights (B, L) float32, such that the loss is sum(weights * term): 1 / (masked tokens of
-    the batch), over the mask ratio as well if cfg.weighted.
+    Returns `noisy_inputs`; the loss is sum(weights * term). cfg.weighted: weights over the block's mask ratio as well.
     """
     prompt_lens = torch.tensor([len(row["prompt_ids"]) for row in batch])
     block_idx = (torch.arange(draws["u_token"].shape[1]) - prompt_lens[:, None]).clamp(min=0) // cfg.block_size
     p_mask = mask_ratios(draws["u_first"], draws["u_increment"], cfg).gather(1, block_idx)  # (B, L)
     inputs = noisy_inputs(batch, p_mask, draws["u_token"], cfg)
-    weights = inputs["is_masked"] / inputs["is_masked"].sum().clamp(min=1)
-    return inputs | {"weights": weights / at_logits(p_mask, cfg) if cfg.weighted else weights}
+    return inputs | {"weights": inputs["weights"] / at_logits(p_mask, cfg)} if cfg.weighted else inputs
 
 
 def token_distances(model, hidden, teacher_hidden, labels, cfg, chunk=2048):
@@ -294,8 +293,7 @@ def make_adapt_inputs(batch, draws, cfg):
     Without the 1/t of the likelihood bound, which learns slower here.  [ours]
     """
     t = (1 - 1e-3) * draws["u_row"][:, None] + 1e-3  # (B, 1)
-    inputs = noisy_inputs(batch, t, draws["u_token"], cfg)
-    return inputs | {"weights": inputs["is_masked"] / inputs["is_masked"].sum().clamp(min=1)}
+    return noisy_inputs(batch, t, draws["u_token"], cfg)
 
 
 def adapt_to_diffusion(model, inputs, cfg):
@@ -334,8 +332,8 @@ def merged(attn, name, x):
 
 def projections(model):
     """(layer, name, module) of all projections that may carry an adapter."""
-    pairs = [(idx, name) for idx in range(len(model.model.layers)) for name in PROJECTIONS]
-    return [(idx, name, getattr(model.model.layers[idx].self_attn, name)) for idx, name in pairs]
+    layers = enumerate(model.model.layers)
+    return [(idx, name, getattr(layer.self_attn, name)) for idx, layer in layers for name in PROJECTIONS]
 
 
 @torch.no_grad()
@@ -474,6 +472,15 @@ def select(conf, rank, block_idx, is_full, cfg):
     return accept
 
 
+def begin(model, prompt_ids, cfg, decoder):
+    """(P, block size, empty decoder) of a decoding; ValueError for a batch, an empty prompt, bad settings."""
+    check(cfg)
+    if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0:
+        raise ValueError(f"D2F decodes one prompt of at least one token, not {tuple(prompt_ids.shape)}")
+    P = prompt_ids.shape[1]
+    return P, cfg.decode_block_size, (decoder or new_decoder(model, P, cfg)).reset()
+
+
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     """A pipeline of blocks, all filled by every forward, until no mask is left. Batch 1; loop state on the CPU.
@@ -483,11 +490,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     n_input tokens, n_commit of them that stay in the cache, revealed [[place in the response, token], ...].
     Raises ValueError for a batch or an empty prompt.
     """
-    check(cfg)
-    if prompt_ids.shape[0] != 1 or prompt_ids.shape[1] == 0:
-        raise ValueError(f"D2F decodes one prompt of at least one token, not {tuple(prompt_ids.shape)}")
-    P, B = prompt_ids.shape[1], cfg.decode_block_size
-    decoder = (decoder or new_decoder(model, P, cfg)).reset()
+    P, B, decoder = begin(model, prompt_ids, cfg, decoder)
     kv_cache, prompt_lens = decoder.kv_cache, torch.tensor([P])
     seq_ids, fixed_round, passes = prompt_ids[0].cpu(), [], []
     remaining, is_full, eos_seen = [], [], False  # per block: masks left; fully active
@@ -537,12 +540,10 @@ def generate_vanilla(model, prompt_ids, cfg, decoder=None, generator=None):
     """The teacher without D2F: full attention over prompt and all masks, no cache, one token a forward. Batch 1.
 
     The most confident token of the first unfinished block is fixed.  [ours: block after block, as LLaDA is used]
-    Arguments and result as `generate`.
+    Arguments, result (without passes) and errors as `generate`; the decoder serves the teacher alone from then on.
     """
-    check(cfg)
-    P, B = prompt_ids.shape[1], cfg.decode_block_size
+    P, B, decoder = begin(model, prompt_ids, cfg, decoder)
     R = cfg.max_new_tokens // B * B
-    decoder = (decoder or new_decoder(model, P, cfg)).reset()
     decoder.project = own_projection  # adapter off
     seq_ids = F.pad(prompt_ids.cpu(), (0, R), value=cfg.mask_id)
     positions, mask = torch.arange(P + R)[None], dense(full(), 1, P + R, P + R)

@@ -502,8 +502,9 @@ def test_one_decoder_for_many_prompts():
         alone, shared = d2f.generate(model, prompt, cfg), d2f.generate(model, prompt, cfg, decoder)
         assert torch.equal(alone[0], shared[0]) and alone[1] == shared[1]
     for prompt in (PROMPT.repeat(2, 1), PROMPT[:, :0]):
-        with pytest.raises(ValueError, match="one prompt"):
-            d2f.generate(model, prompt, cfg)
+        for run in (d2f.generate, d2f.generate_vanilla):
+            with pytest.raises(ValueError, match="one prompt"):
+                run(model, prompt, cfg)
 
 
 # ---------------------------------------------------------------------------------------------------- LoRA and layouts
