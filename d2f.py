@@ -123,7 +123,7 @@ class Config:
     lora_rank: int = 32  # [code] this and the next two only for a new adapter
     lora_alpha: float = 32.0  # [code]
     lora_dropout: float = 0.1  # [code]
-    decode_block_size: int = 32  # [§ settings]
+    decode_block_size: int = 32  # [paper] 32, 48 or 64, by task
     tau_add: float = 0.1  # [paper] progress of the last block at which one more is appended
     tau_act: float = 0.95  # [paper] progress of its predecessor at which a block becomes fully active
     tau_conf: float = 0.9  # [paper] confidence above which a token is fixed
@@ -150,15 +150,11 @@ def check(cfg):
         raise ValueError("mask ratios need 0 < p_min <= p_max <= 1, lora_dropout must lie in [0, 1)")
     if cfg.adapt_lr <= 0 or cfg.adapt_steps < 0:
         raise ValueError("adapt_lr must be positive, adapt_steps at least 0")
-    choices = dict(
-        schedule=("monotone", "random"),
-        objective=("soft", "reverse", "hard"),
-        long_rows=("drop", "cut"),
-        sampling_strategy=("default", "margin_confidence", "neg_entropy"),
-    )
+    choices = dict(schedule="monotone random", objective="soft reverse hard", long_rows="drop cut",
+                   sampling_strategy="default margin_confidence neg_entropy")  # fmt: skip
     for name, words in choices.items():
-        if getattr(cfg, name) not in words:
-            raise ValueError(f"{name} is {', '.join(words[:-1])} or {words[-1]}, not {getattr(cfg, name)!r}")
+        if getattr(cfg, name) not in words.split():
+            raise ValueError(f"{name} is one of {words}, not {getattr(cfg, name)!r}")
 
 
 # ------------------------------------------------------------------------------------------------------- training step
