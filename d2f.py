@@ -546,8 +546,8 @@ def generate_vanilla(model, prompt_ids, cfg, decoder=None, generator=None):
     fixed_round = [-1] * R
     for turn in range(R):
         logits = decoder(seq_ids, positions, mask, decoder.kv_cache.scratch_idx(P + R))[0]  # never committed
-        block = range(turn // B * B, turn // B * B + B)
-        idx = P + torch.tensor([i for i in block if fixed_round[i] < 0])
+        first = P + turn // B * B  # of the block's places
+        idx = first + (seq_ids[0, first : first + B] == cfg.mask_id).nonzero()[:, 0]
         rows = logits[(idx - int(cfg.shifted)).to(logits.device, non_blocking=True)]
         pred_ids, _, rank = to_host(*confidence(rows, cfg, generator))
         best = rank.argmax()
