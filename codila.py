@@ -383,8 +383,9 @@ def draw_tokens(logits, cfg, generator):
         mass = ordered.softmax(-1)
         ordered[mass.cumsum(-1) - mass >= cfg.top_p] = -torch.inf
         logits = torch.empty_like(logits).scatter(-1, order, ordered)
-    uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
-    return (logits - torch.log(-torch.log(uniform))).argmax(-1)  # Gumbel-max = a draw from the softmax
+    uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
+    gumbel = -torch.log(-torch.log(uniform.to(logits.device, non_blocking=True)))
+    return (logits + gumbel).argmax(-1)  # = a draw from the softmax
 
 
 def end_ids(cfg):

@@ -272,8 +272,9 @@ def propose(logits, cfg, generator):
         pred_ids = logits.argmax(-1)
     else:
         kept = nucleus(logits, cfg.temperature, cfg.top_p)
-        uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64).to(kept.device)
-        pred_ids = (kept / -uniform.log()).argmax(-1)  # a race of exponentials = one draw a position
+        uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64)
+        race = kept / -uniform.to(kept.device, non_blocking=True).log()
+        pred_ids = race.argmax(-1)  # of exponentials = one draw a position
         probs = kept if cfg.confidence == "nucleus" else probs
     return to_host(pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0])
 

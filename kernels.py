@@ -155,7 +155,7 @@ class GraphReplay:
         S = attn_mask.shape[-1]
         if not self.pad or T > self.MAX_QUERY:
             args = (input_ids, position_ids, attn_mask, write_idx)
-            return self.forward(*(tensor.to(self.device) for tensor in args))
+            return self.forward(*(tensor.to(self.device, non_blocking=True) for tensor in args))
         T_pad = next(size for size in self.QUERY if size >= T)
         S_pad = min(-(-S // self.KEY) * self.KEY, self.max_key)
         bucket = (B, T_pad, S_pad, *input_ids.shape[2:])

@@ -237,8 +237,9 @@ def propose(logits, cfg, generator):
     probs = logits.softmax(-1)  # confidences are at temperature 1  [code]
     logits = without_mask(logits, cfg)
     if cfg.temperature > 0:  # Gumbel-max in float64 = a draw from softmax(logits / T)
-        uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).to(logits.device)
-        logits = logits.double() / cfg.temperature - torch.log(-torch.log(uniform))
+        uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
+        gumbel = -torch.log(-torch.log(uniform.to(logits.device, non_blocking=True)))
+        logits = logits.double() / cfg.temperature + gumbel
     draft_ids = logits.argmax(-1)
     return to_host(draft_ids, probs.gather(-1, draft_ids[:, None])[:, 0])
 
@@ -252,7 +253,7 @@ def select_slots(conf, tau_slot):
 
 def next_token_probs(logits, token_ids):
     """q[s, j] = p(token j | tokens before it), shifted logits; 1 for j = 0.  (m, k, V), (m, k) -> (m, k), CPU"""
-    next_ids = token_ids[:, 1:, None].to(logits.device)
+    next_ids = token_ids[:, 1:, None].to(logits.device, non_blocking=True)
     return F.pad(logits[:, :-1].float().softmax(-1).gather(-1, next_ids)[..., 0], (1, 0), value=1.0).cpu()
 
 

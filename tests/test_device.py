@@ -76,7 +76,7 @@ class PretendedDevice(TorchFunctionMode):
         result = tensor.to(*rest, **kwargs) if rest or kwargs else tensor
         if there == marked(tensor):
             return mark(result) if there else result
-        if not there:
+        if not (there and kwargs.get("non_blocking")):
             self.events.append("wait")
         result = result.clone()  # another tensor, whose mark is its own
         return mark(result) if there else result
