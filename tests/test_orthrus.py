@@ -828,6 +828,8 @@ def test_the_block_mask_of_a_gpu_gives_the_same_step(random_model, monkeypatch):
     cfg = settings(anchors=3, block_size=5)
     inputs = inputs_of(random_rows(12), cfg)
     expected = both_views(random_model, inputs, cfg)
+    traced = torch.compile(common.decoder_layer, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(common, "_compiled_layer", traced)
     monkeypatch.setattr(orthrus, "build_mask", lambda mask_mod, B, T, S, device: create_block_mask(
         mask_mod, B, None, T, S, device=device))  # fmt: skip
     for ours, theirs in zip(both_views(random_model, inputs, cfg), expected):
