@@ -150,6 +150,41 @@ def test_decoding_keeps_devices_apart_and_waits_once_a_forward(monkeypatch, name
     assert results[: len(runs)] == results[len(runs) :]
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("block_cache", [False, True])
+def test_ragged_batches_of_fastdllm_v2_keep_devices_apart(monkeypatch, block_cache, temperature, padded):
+    """Prompts in several blocks, rows that leave early by their stop token: one wait a forward, same texts."""
+    script, replay = importlib.import_module("fastdllm_v2"), kernels.GraphReplay.__call__
+
+    def call(self, *args):
+        assert not any(map(marked, args[1:])), "positions, mask and places lie on the CPU"
+        self.pad = padded
+        return replay(self, *args)
+
+    def decode(eos_id, on_device):
+        torch.manual_seed(0)
+        model, cfg = random_model(script, "tiny", torch.float32, device="cpu", dtype="float32", max_new_tokens=32)
+        cfg.temperature, cfg.block_cache, cfg.eos_id = temperature, block_cache, eos_id
+        prompts = [torch.arange(2, 2 + P) for P in (3, 8, 13, 21)]  # blocks of 8: without prefill, aligned, ragged
+        with PretendedDevice() as device, monkeypatch.context() as patch:
+            if on_device:
+                put_there(model)
+                patch.setattr(kernels.GraphReplay, "__call__", call)
+                prompts = [mark(ids) for ids in prompts]
+            texts, record = script.generate_batch(
+                model.train(False), prompts, cfg, generator=torch.Generator().manual_seed(1)
+            )
+            assert all(marked(ids) == on_device for ids in texts)
+            assert device.waits() <= record["forwards"] + 2
+            return [ids.tolist() for ids in texts], record
+
+    eos_id = decode(-1, False)[0][0][12]  # what the first row says in its second block: it stops there
+    results = [decode(eos_id, on_device) for on_device in (False, True)]
+    assert results[0] == results[1]
+    assert len({len(ids) for ids in results[0][1]["fixed_round"]}) > 1, "the rows end at different lengths"
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_training_step_keeps_devices_apart(name):
     script, losses = importlib.import_module(name), []
