@@ -110,8 +110,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         assert device.waits() == 1
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature, padded", [(0.0, False), (0.0, True), (1.0, True)])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_decoding_keeps_devices_apart_and_waits_once_a_forward(monkeypatch, name, temperature, padded):
     """Every decoding that the script offers, and plain AR; padded: as CUDA graphs do it."""
@@ -152,8 +151,7 @@ def test_decoding_keeps_devices_apart_and_waits_once_a_forward(monkeypatch, name
     assert results[: len(runs)] == results[len(runs) :]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature, padded", [(0.0, False), (1.0, True)])
 @pytest.mark.parametrize("block_cache", [False, True])
 def test_ragged_batches_of_fastdllm_v2_keep_devices_apart(monkeypatch, block_cache, temperature, padded):
     """Prompts in several blocks, rows that leave early by their stop token: one wait a forward, same texts."""
