@@ -229,9 +229,9 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
 
     layer_kv = (keys, values), each (B, G, max_len, D). With write_idx (T,) this forward's keys and values are written
     there and the first S entries are attended, S being the width of attn_mask. Without write_idx they are a read-only
-    context in front of this forward's own.
+    context in front of this forward's own. What fuse_projections has made is used where no gradient is wanted.
     """
-    attn, fused = layer.self_attn, not torch.is_grad_enabled() and getattr(layer, "fused", None)
+    attn, fused = layer.self_attn, None if torch.is_grad_enabled() else getattr(layer, "fused", None)
     B, T = hidden.shape[:2]
     x = layer.input_layernorm(hidden)
     if fused and project is own_projection:
@@ -274,7 +274,7 @@ def fuse_projections(backbone):
         groups = {"qkv": (attn.q_proj, attn.k_proj, attn.v_proj), "gate_up": (mlp.gate_proj, mlp.up_proj)}
         if any(type(linear) is not torch.nn.Linear for group in groups.values() for linear in group):
             layer.fused = None
-        elif not held or any(held[name][0].data_ptr() != groups[name][0].weight.data_ptr() for name in groups):
+        elif not held or not all(still_views(group, *held[name]) for name, group in groups.items()):
             layer.fused = {
                 name: (
                     side_by_side([linear.weight for linear in group]),
@@ -294,6 +294,13 @@ def side_by_side(parts):
     for part, view in zip(parts, joined.split([len(part) for part in parts])):
         part.data = view
     return joined
+
+
+def still_views(group, weight, bias, sizes):
+    """Nothing has moved since they were fused: the fused tensors stay, which captured graphs may be reading."""
+    pairs = [(linear.weight, weight) for linear in group]
+    pairs += [(linear.bias, bias) for linear in group if bias is not None]
+    return all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part, whole in pairs)
 
 
 def split_product(x, weight, bias, sizes):

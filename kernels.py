@@ -86,7 +86,8 @@ class KVCache:
     down to the committed part. All else is overwritten by the next forward: there is nothing to roll back. The tensors
     never move, so that a captured graph can read them; no entry is ever copied but by `commit_chosen`.
 
-    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, max_len, D).
+    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, max_len and
+    at least one spare, D).
     """
 
     def __init__(self, num_layers, batch, kv_heads, max_len, head_dim, device, dtype):
@@ -138,6 +139,7 @@ class GraphReplay:
     for the device only where it reads the result.
     T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare entry
     `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
+    max_key: entries of the cache, the spare one included; device: where forward runs.
     Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
     """
 

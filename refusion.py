@@ -334,7 +334,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     for block_idx in range(cfg.serial_blocks):
         first = P + block_idx * block_len
         todo = torch.arange(first, first + block_len).view(-1, k)  # (n, k) positions of unwritten slots
-        plan = None  # logits of all masks of todo, where the last verification has seen to them
+        plan = None  # logits of the masks of todo; the verification before may have computed them already
         while len(todo):
             # propose: masks on every unwritten slot; the first forward takes the prompt along
             if plan is None:
@@ -353,7 +353,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
             ok[:, 0] = True  # the plan chose the slot by its first token
             # commit: the accepted prefix up to EOS, or its whole slots; else complete the slots in parallel
             n_kept, n_slots, eos_row = accept(draft_ids, ok, cfg)
-            plan = logits[n_drafts:] if cfg.plan_ahead and n_kept == n_drafts else None  # these masks saw what stays
+            plan = logits[n_drafts:] if cfg.plan_ahead and n_kept == n_drafts else None  # the masks saw what stays
             iterations = 0
             if n_kept == 0:
                 good = ok.cummin(dim=1).values

@@ -3,10 +3,10 @@
     python tests/bench_loop.py                                          (tiny shape on CPU, 0.6B on a GPU)
     python tests/bench_loop.py --scripts refusion --profile 15          (and the 15 dearest operations)
 
-Random weights in Qwen3 shapes, a random prompt, default decoding settings, batch 1. A forward is timed from its inputs
-to the last of its results, so everything else is the loop: masks, positions, choices, copies. waits: synchronising calls per
-forward that PyTorch reports on CUDA. The first generation (compiling, capturing) is outside the clock. The last line of
-stdout is JSON.
+Random weights in Qwen3 shapes, a random prompt, default decoding settings, batch 1. A forward is timed from its
+inputs to the last of its results, so everything else is the loop: masks, positions, choices, copies. waits:
+synchronising calls per forward that PyTorch reports on CUDA. The first generation (compiling, capturing) is outside
+the clock. The last line of stdout is JSON.
 """
 
 import argparse
@@ -55,7 +55,8 @@ def main(argv=None):
     sync = torch.cuda.synchronize if cuda else (lambda: None)
     device = torch.cuda.get_device_name(args.device) if cuda else "CPU"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{device}, {args.shape}, {str(dtype)[6:]}, prompt {args.prompt}, {args.new} new tokens, commit {commit or '-'}\n")
+    case = f"prompt {args.prompt}, {args.new} new tokens"
+    print(f"{device}, {args.shape}, {str(dtype)[6:]}, {case}, commit {commit or '-'}\n")
     print("| script | forwards | total ms | in forwards ms | outside | waits per forward |\n" + "| --- " * 6 + "|")
     rows, call = [], kernels.GraphReplay.__call__
     for name in args.scripts:

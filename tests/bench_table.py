@@ -1,18 +1,20 @@
 """One table: five methods, one backbone, one data set, one machine; every figure comes from the scripts' own functions.
 
-    python tests/bench_table.py --work runs/table                    (tiny backbone, CPU, about 20 minutes)
+    python tests/bench_table.py --work runs/table                    (tiny backbone, CPU, about 15 minutes)
     python tests/bench_table.py --work runs/table --model FOLDER --data train.jsonl --problems 200 \\
         --tokens 4000000 --ar_steps 300 --set batch_size=16 --set max_len=512            (a real backbone on a GPU)
 
-Parts: one plain AR fine-tuning, which is the baseline and the base of every adaptation; then for each method its training
-(the same rows, --tokens tokens of them, copies not counted) and a sweep of its threshold. Each part runs in a process of
-its own and keeps what it found in WORK/results.json; started again, the script goes on where it stopped, training within a
-part included. D2F's tokens are those of adapting the AR base to diffusion and of distilling together. CoDiLA's built-in
-task is a language of its own, so on the tiny backbone it keeps its own AR model and its own steps.
+Parts: one plain AR fine-tuning, which is the baseline and the base of every adaptation; then for each method its
+training (the same rows, --tokens tokens of them, copies not counted) and a sweep of its threshold. Each part runs in
+a process of its own and keeps what it found in WORK/results.json; started again, the script goes on where it stopped,
+training within a part included. D2F's tokens are those of adapting the AR base to diffusion and of distilling
+together. CoDiLA's built-in task is a language of its own, so on the tiny backbone it keeps its own AR model and its
+own steps.
 
-AUP, accuracy under parallelism: with points (rho_i tokens per forward, y_i percent right) by rising rho, those below y_1 - 5
-dropped: rho_1 y_1 + 1/2 sum_i (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})), W(y) = min(exp(-3 (1 - y/y_max)), 1).
-Intervals are Wilson's, 95 %. Prints markdown and the curves as text; the last line of stdout is JSON; --svg FILE draws them.
+AUP, accuracy under parallelism: with points (rho_i tokens per forward, y_i percent right) by rising rho, those below
+y_1 - 5 dropped: rho_1 y_1 + 1/2 sum_i (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})), W(y) = min(exp(-3 (1 -
+y/y_max)), 1). Intervals are Wilson's, 95 %. Prints markdown and the curves as text; the last line of stdout is JSON;
+--svg FILE draws them.
 """
 
 import argparse
@@ -117,7 +119,7 @@ def peak_mib(device):
 
 
 def train_part(name, args):
-    """Train to the end, resuming what an earlier start left. Returns minutes of this start, peak memory, tokens seen."""
+    """Train to the end, resuming what an earlier start left. Returns minutes of this start, peak MiB, tokens seen."""
     script = importlib.import_module("refusion" if name == "base" else name)
     out = Path(args.work, name)
     words, tokens = flags(script, args, out=out), None
@@ -207,7 +209,8 @@ def curve(results, width=64):
     for rho in range(0, int(right) + 1, max(1, int(right / 8))):
         ticks[int(rho / right * width) : int(rho / right * width) + len(str(rho))] = str(rho)
     names = ", ".join(f"{letter} {name}" for name, letter in letters.items())
-    return "\n".join([*lines, "       +" + "-" * width, "        " + "".join(ticks).rstrip() + "  tokens per forward", names])
+    axis = ["       +" + "-" * width, "        " + "".join(ticks).rstrip() + "  tokens per forward"]
+    return "\n".join([*lines, *axis, names])
 
 
 def svg(results):

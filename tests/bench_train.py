@@ -1,14 +1,14 @@
 """One training step, forward and backward, of each script: ours against the same step on the library's forward.
 
-    python tests/bench_train.py                                         (tiny shape on CPU, 0.6B with rows of 2048 on a GPU)
+    python tests/bench_train.py                                     (tiny shape on CPU, 0.6B with rows of 2048 on a GPU)
     python tests/bench_train.py --scripts refusion --shape 0.6B --length 2048 --batch 2
 
-Rows are random tokens, a quarter of each the prompt; weights are random in Qwen3 shapes, in float32, under bfloat16 autocast on
-a GPU. The library's side: its own forward with SDPA and a dense mask, logits of every row at once. Where a step needs other
-projections than the library's (D2F's adapter, Orthrus's second view) that part runs on the same layers one by one, uncompiled.
-tokens/s counts tokens of the data, not their copies. useful: products that the method asks for (masked pairs not counted,
-what is recomputed not counted), over the chip's dense bfloat16 rate where that is known. Times are medians with the
-smallest and the largest; the last line of stdout is JSON.
+Rows are random tokens, a quarter of each the prompt; weights are random in Qwen3 shapes, in float32, under bfloat16
+autocast on a GPU. The library's side: its own forward with SDPA and a dense mask, logits of every row at once. Where
+a step needs other projections than the library's (D2F's adapter, Orthrus's second view) that part runs on the same
+layers one by one, uncompiled. tokens/s counts tokens of the data, not their copies. useful: products that the method
+asks for (masked pairs not counted, what is recomputed not counted), over the chip's dense bfloat16 rate where that is
+known. Times are medians with the smallest and the largest; the last line of stdout is JSON.
 """
 
 import argparse

@@ -390,7 +390,12 @@ def test_fused_projections_change_nothing(kind, tmp_path):
             len(getattr(attn, name).weight) for name in ("q_proj", "k_proj", "v_proj")
         )
         attn.v_proj.weight.mul_(2)
-        assert (walk(lm, input_ids, positions, mask) - plain).abs().max() > 1e-3
+        changed = walk(lm, input_ids, positions, mask)
+        assert (changed - plain).abs().max() > 1e-3
+        attn.v_proj.weight.data = attn.v_proj.weight / 2  # another tensor: the fused weight knows nothing of it
+        assert (walk(fuse_projections(lm), input_ids, positions, mask) - plain).abs().max() < 1e-5
+        attn.v_proj.weight.mul_(2)
+        assert (walk(lm, input_ids, positions, mask) - changed).abs().max() < 1e-5
     lm.save_pretrained(tmp_path)
     again = type(lm).from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), again.parameters()))

@@ -1,18 +1,19 @@
 """Every script on a device that does not exist: tensors carry a mark, and what a GPU would refuse is refused here.
 
-A mixture of marked and unmarked tensors is an error, as with a GPU and a CPU; what makes the CPU wait is counted. So a loop or a
-loss that would break, or wait more than once a forward, on a GPU fails on any machine.
+A mixture of marked and unmarked tensors is an error, as with a GPU and a CPU; what makes the CPU wait is counted. So
+a loop or a loss that would break, or wait more than once a forward, on a GPU fails on any machine.
 """
 
 import importlib
 
-import kernels
 import pytest
 import torch
 from bench_train import SCRIPTS, random_model, setup
-from common import Decoder, generate_ar, prepare
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+import kernels
+from common import Decoder, generate_ar, prepare
 
 DEVICE = torch.device("meta")  # a name that the library knows and this test owns
 FREE = {"__setitem__", "copy_"}  # a GPU takes these from the CPU
@@ -50,8 +51,10 @@ class PretendedDevice(TorchFunctionMode):
             return self.move(args, kwargs)
         if here:
             index = name in ("__getitem__", "index_put_") and marked(args[0])
-            others = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not marked(t) and t.dim()]
-            assert not others or index or (name in FREE and marked(args[0])), f"{name}: {len(here)} tensors on the device, {len(others)} not"
+            leaves = tree_leaves((args, kwargs))
+            others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not marked(leaf) and leaf.dim()]
+            free = index or (name in FREE and marked(args[0]))
+            assert free or not others, f"{name}: {len(here)} tensors on the device, {len(others)} not"
             by_mask = name == "__getitem__" and any(t.dtype == torch.bool for t in here[1:])
             self.events.append("wait" if name in WAITS or by_mask else "launch")
             if name == "cpu":
