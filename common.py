@@ -80,8 +80,7 @@ def block_causal(block_size, prompt_lens=None, offset=0):
     def mask_mod(b, h, q_idx, kv_idx):
         start = 0 if prompt_lens is None else prompt_lens[b]
         query, key = q_idx + offset - start, kv_idx - start
-        # floor division would give a prompt several negative blocks
-        return ((query >= 0) | (key < 0)) & ((key < 0) | (key // block_size <= query // block_size))
+        return key.clamp(min=-1) // block_size <= query.clamp(min=-1) // block_size  # the prompt is block -1
 
     return mask_mod
 
@@ -211,12 +210,17 @@ def _layer_forward(layer, hidden, *args, walk=None, **kwargs):
     if walk is None:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     compiled, walk_args = walk
+    return _run(compiled, decoder_layer, layer, hidden, *walk_args)
+
+
+def _run(compiled, function, *args):
+    """function(*args), through its compiled twin where that is asked for and possible."""
     if compiled and not kernels.refused("torch.compile"):
         try:
-            return _compiled_layer(layer, hidden, *walk_args)
+            return _compiled[function](*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             kernels.refused("torch.compile", error, "layers run as they are")
-    return decoder_layer(layer, hidden, *walk_args)
+    return function(*args)
 
 
 def own_projection(attn, name, x):
@@ -308,7 +312,19 @@ def split_product(x, weight, bias, sizes):
     return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
-_compiled_layer = torch.compile(decoder_layer, fullgraph=True, dynamic=False)
+def read_head(lm_head, hidden, row_idx, input_ids, read):
+    """What a decoding loop asks of a forward: logits, or read[0](logits, input_ids, *read[1:]) in the same graph.
+
+    hidden (B, T, width); row_idx (n,) int64: the rows that are asked for, None: all; see Decoder for read.
+    """
+    if row_idx is not None:
+        hidden = hidden[:, row_idx]
+        input_ids = input_ids[:, row_idx]
+    logits = lm_head(hidden)  # (B, n, V)
+    return read[0](logits, input_ids, *read[1:]) if read else logits
+
+
+_compiled = {f: torch.compile(f, fullgraph=True, dynamic=False) for f in (decoder_layer, read_head)}
 
 
 def walk(
@@ -368,7 +384,10 @@ class Decoder:
     """A backbone with its KV cache and the replayed forward: what every decoding loop calls, and where forwards count.
 
     decoder(input_ids, position_ids, attn_mask, write_idx) -> logits (B, T, V), in the backbone's dtype, of every row,
-    on the backbone's device; what goes in may lie on the CPU.
+    on the backbone's device; what goes in may lie on the CPU. last=n: of the last n rows alone.
+    read = (function, *plain arguments), hashable: function(logits (B, n, V), input_ids (B, n), *arguments) takes the
+    place of the logits, and may be a tuple of tensors (B, n, ...). It is compiled and captured with the forward, so it
+    must not ask the device for a value; pass the same function each time, not a new closure.
     Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
     max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the same
     backbone, batch and max_len, so that two views read and write the same entries.
@@ -400,22 +419,20 @@ class Decoder:
         self.kv_cache.keep_rows(row_idx)
         self.replay.graphs.clear()
 
-    def _forward(self, input_ids, position_ids, attn_mask, write_idx):
-        hidden = walk(
-            self.backbone,
-            input_ids,
-            position_ids,
-            attn_mask,
-            self.kv_cache.layers,
-            write_idx,
-            project=self.project,
-            compiled=self.compiled and input_ids.shape[1] <= kernels.GraphReplay.MAX_QUERY,
-        )
-        return self.backbone.lm_head(hidden)
+    def _forward(self, input_ids, position_ids, attn_mask, write_idx, row_idx, read):
+        compiled = self.compiled and input_ids.shape[1] <= kernels.GraphReplay.MAX_QUERY
+        layer_kvs, switches = self.kv_cache.layers, dict(project=self.project, compiled=compiled)
+        hidden = walk(self.backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, **switches)
+        return _run(compiled, read_head, self.backbone.lm_head, hidden, row_idx, input_ids, read)
 
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True):
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True, last=None, read=()):
         self.forwards += count  # False for a call that only prefills the prompt
-        return self.replay(input_ids, position_ids, attn_mask, write_idx)
+        return self.replay(input_ids, position_ids, attn_mask, write_idx, last, read)
+
+
+def best_token(logits, input_ids, vocab_len):
+    """For Decoder's read: the likeliest token of each row. (B, n, V) -> (B, n) int64"""
+    return logits[..., :vocab_len].argmax(-1)
 
 
 @torch.no_grad()
@@ -431,9 +448,9 @@ def generate_ar(backbone, prompt_ids, cfg, decoder=None, generator=None):
         n = ids.shape[1] - start  # the prompt, then one token
         positions = torch.arange(start, start + n)[None]
         mask, write_idx = dense(causal(start), 1, n, start + n), decoder.kv_cache.scratch_idx(n)
-        logits = decoder(ids[:, start:], positions, mask, write_idx)
+        next_ids = decoder(ids[:, start:], positions, mask, write_idx, last=1, read=(best_token, cfg.vocab_len))
         decoder.kv_cache.commit(n)
-        ids = torch.cat([ids, logits[:, -1:, : cfg.vocab_len].argmax(-1).cpu()], dim=1)
+        ids = torch.cat([ids, next_ids.cpu()], dim=1)
         if ids[0, -1] == cfg.eos_id:
             break
     new_tokens = ids.shape[1] - P

@@ -421,38 +421,42 @@ def write_adapter(model, folder, cfg):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def without_mask(logits, cfg):
-    """The mask token is never an output. (..., V) -> (..., V)"""
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
-
-
 def confidence(logits, cfg, generator):
-    """A token for each row, its confidence and its rank. logits (n, V) -> (n,) int64, float, float.
+    """A token for each row, its confidence and its rank. logits (..., V) -> (...) int64, float, float.
 
     Temperature, nucleus, top-k, softmax, in this order: the confidence is the probability after the filters.  [code]
     """
-    logits = without_mask(logits[:, : cfg.vocab_len].float(), cfg)
+    logits = logits[..., : cfg.vocab_len].float()
+    logits = logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
     if cfg.temperature > 0:
         logits = logits.double() / cfg.temperature
     if cfg.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
-        before = F.pad(ordered.softmax(-1).cumsum(-1)[:, :-1], (1, 0))  # mass in front; the best one stays
+        before = F.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass in front; the best one stays
         logits = logits.masked_fill((before > cfg.top_p).gather(-1, order.argsort(-1)), -torch.inf)
     if cfg.top_k > 0:
-        least = logits.topk(min(cfg.top_k, logits.shape[1])).values[:, -1:]
+        least = logits.topk(min(cfg.top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     probs = logits.softmax(-1)
     pred_ids = probs.argmax(-1)
     if cfg.temperature > 0:  # the first of V exponential clocks with rates p rings for v with probability p_v
         clocks = torch.empty(probs.shape, dtype=torch.float64).exponential_(generator=generator)
         pred_ids = (probs / clocks.to(probs.device, non_blocking=True)).argmax(-1)
-    conf = rank = probs.gather(-1, pred_ids[:, None])[:, 0]
+    conf = rank = probs.gather(-1, pred_ids[..., None])[..., 0]
     if cfg.sampling_strategy == "margin_confidence":
         best = probs.topk(2).values
-        rank = best[:, 0] - best[:, 1]
+        rank = best[..., 0] - best[..., 1]
     elif cfg.sampling_strategy == "neg_entropy":
         rank = (probs * torch.log(probs + 1e-10)).sum(-1)
     return pred_ids, conf, rank
+
+
+Greedy = collections.namedtuple("Greedy", "mask_id vocab_len temperature top_p top_k sampling_strategy")
+
+
+def readout(logits, input_ids, *settings):
+    """For Decoder's read: `confidence` of every row; settings: those of Greedy, at temperature 0."""
+    return confidence(logits, Greedy(*settings), None)
 
 
 def select(conf, rank, block_idx, is_full, cfg):
@@ -490,6 +494,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     kv_cache, prompt_lens = decoder.kv_cache, torch.tensor([P])
     seq_ids, fixed_round, passes = prompt_ids[0].cpu(), [], []
     remaining, is_full, eos_seen = [], [], False  # per block: masks left; fully active
+    read = () if cfg.temperature > 0 else (readout, *(getattr(cfg, name) for name in Greedy._fields))
 
     def progress(b):  # the prompt is a finished block in front of block 0
         return (B - remaining[b]) / B if b >= 0 else 1.0
@@ -509,15 +514,18 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         n_commit = P + first * B - start
         positions = torch.arange(start, start + n)[None]
         mask = dense(block_causal(B, prompt_lens, start), 1, n, start + n)
-        logits = decoder(seq_ids[None, start:], positions, mask, kv_cache.scratch_idx(n))[0]  # (n, V)
+        out = decoder(seq_ids[None, start:], positions, mask, kv_cache.scratch_idx(n), read=read)
+        out = [x[0] for x in (out if read else [out])]  # of each row: token, confidence, rank, or else the logits
         kv_cache.commit(n_commit)  # its tokens and all that they see are final
         if cfg.shifted:
             if n_commit:
-                seed = logits[n_commit - 1 : n_commit].clone()  # predicts the first uncached token, also later on
-            logits = torch.cat([seed, logits[:-1]])
+                seed = [x[n_commit - 1 : n_commit].clone() for x in out]  # of the first uncached token, also later on
+            out = [torch.cat([row, x[:-1]]) for row, x in zip(seed, out)]
         masked_idx = first * B + (seq_ids[P + first * B :] == cfg.mask_id).nonzero()[:, 0]  # places in the response
-        rows = logits[(P + masked_idx - start).to(logits.device, non_blocking=True)]
-        pred_ids, conf, rank = to_host(*confidence(rows, cfg, generator))
+        rows = P + masked_idx - start
+        if not read:
+            rows, out = slice(None), confidence(out[0][rows.to(out[0].device, non_blocking=True)], cfg, generator)
+        pred_ids, conf, rank = (x[rows] for x in to_host(*out))
         # select: blocks do not see each other's new tokens before the next pass
         accept = select(conf, rank, masked_idx // B, is_full, cfg)
         # commit

@@ -217,41 +217,53 @@ def training_loss(model, inputs, cfg):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def forward(decoder, ids, cfg, offset=0, count=True):
+def forward(decoder, ids, cfg, offset=0, **asked):
     """One backbone call on ids (B, n), which stand `offset` tokens behind the committed blocks. -> logits (B, n, V)
 
     Keys and values go to scratch. Visible: the committed blocks and the whole current block, what an earlier call left
-    of it in scratch included; in a prefill of several blocks, those up to the token's own.
+    of it in scratch included; in a prefill of several blocks, those up to the token's own. asked: of Decoder.
     """
     start, n = decoder.kv_cache.cache_len, ids.shape[1]
     first, end = start + offset, start + max(offset + n, cfg.block_size)
     mask = dense(block_causal(cfg.block_size, offset=first), 1, n, end)
     positions = torch.arange(first, first + n)[None]
-    return decoder(ids, positions, mask, decoder.kv_cache.scratch_idx(n, offset), count)[..., : cfg.vocab_len]
+    return decoder(ids, positions, mask, decoder.kv_cache.scratch_idx(n, offset), **asked)
 
 
-def window_logits(decoder, block_ids, s, is_sub, cfg):
-    """Logits that name the tokens at offsets s .. s+S-1 of the current block: token shift.  (B, D) -> (B, S, V)
+def window(decoder, block_ids, s, is_sub, cfg, generator):
+    """Tokens for offsets s .. s+S-1 of the current block (B, D), and their confidence.  -> (B, S) each, on the CPU
 
-    is_sub: run the sub-block alone over what scratch holds of the rest of the block (DualCache, approximate). The first
-    row repeats itself instead of its missing left neighbour: its token is known by then.
+    is_sub: run the sub-block alone over what scratch holds of the rest of the block (DualCache, approximate). Token
+    shift: i is named by row i-1. The first row repeats itself instead of its missing left neighbour: its token is known
+    by then.
     """
     first, n = (s, cfg.sub_block_size) if is_sub else (0, cfg.block_size)
-    logits = forward(decoder, block_ids[:, first : first + n], cfg, offset=first)
-    logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-    return logits[:, s - first : s - first + cfg.sub_block_size]
+    read = () if cfg.temperature > 0 else (greedy, cfg.mask_id, cfg.vocab_len)
+    out = forward(decoder, block_ids[:, first : first + n], cfg, offset=first, read=read)
+    rows = (torch.arange(s, s + cfg.sub_block_size) - 1 - first).clamp(min=0)
+    if cfg.temperature > 0:
+        return to_host(*propose(out[:, rows, : cfg.vocab_len], cfg, generator))
+    return to_host(*(x[:, rows] for x in out))
 
 
-def without_mask(logits, cfg):
+def without_mask(logits, mask_id):
     """The mask token is never an output. (..., V) -> (..., V)"""
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == mask_id, -torch.inf)
 
 
 def commit(decoder, ids, cfg, count=True):
     """Run clean blocks (B, n) to keep their exact keys and values. -> (B,) next token, greedy, no bar, CPU  [code]"""
-    logits = forward(decoder, ids, cfg, count=count)
+    next_ids = forward(decoder, ids, cfg, count=count, last=1, read=(greedy, cfg.mask_id, cfg.vocab_len))[0]
     decoder.kv_cache.commit(ids.shape[1])
-    return without_mask(logits[:, -1], cfg).argmax(-1).cpu()
+    return next_ids[:, 0].cpu()
+
+
+def greedy(logits, input_ids, mask_id, vocab_len):
+    """For Decoder's read: the likeliest token of each row and its probability. (B, n, V) -> (B, n) int64, float32"""
+    logits = logits[..., :vocab_len]
+    probs = logits.float().softmax(-1)  # the mask token counts here, though it is never chosen
+    pred_ids = without_mask(logits, mask_id).argmax(-1)
+    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
 
 
 def nucleus(logits, temperature, top_p):
@@ -264,19 +276,15 @@ def nucleus(logits, temperature, top_p):
 
 
 def propose(logits, cfg, generator):
-    """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32, CPU"""
-    logits = logits.float()
-    probs = logits.softmax(-1)  # the mask token counts here, though it is never chosen
-    logits = without_mask(logits, cfg)
+    """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32"""
     if cfg.temperature == 0:
-        pred_ids = logits.argmax(-1)
-    else:
-        kept = nucleus(logits, cfg.temperature, cfg.top_p)
-        uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64)
-        race = kept / -uniform.to(kept.device, non_blocking=True).log()
-        pred_ids = race.argmax(-1)  # of exponentials = one draw a position
-        probs = kept if cfg.confidence == "nucleus" else probs
-    return to_host(pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0])
+        return greedy(logits, None, cfg.mask_id, cfg.vocab_len)
+    kept = nucleus(without_mask(logits.float(), cfg.mask_id), cfg.temperature, cfg.top_p)
+    uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64)
+    race = kept / -uniform.to(kept.device, non_blocking=True).log()
+    pred_ids = race.argmax(-1)  # of exponentials = one draw a position
+    probs = kept if cfg.confidence == "nucleus" else logits.float().softmax(-1)
+    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
 
 
 def select(conf, is_masked, tau):
@@ -329,11 +337,10 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
             s = is_masked.any(dim=0).nonzero()[0, 0].item() // S * S
             is_masked = is_masked[:, s : s + S]
             is_sub = in_scratch and not is_masked[:, 0].any()
-            logits = window_logits(decoder, seq_ids[rows, start:stop], s, is_sub, cfg)
+            # score
+            pred_ids, conf = window(decoder, seq_ids[rows, start:stop], s, is_sub, cfg, generator)
             calls.append("sub" if is_sub else "block")
             in_scratch = cfg.block_cache
-            # score
-            pred_ids, conf = propose(logits, cfg, generator)
             # select
             chosen = select(conf, is_masked, cfg.tau)
             row, offset = chosen.nonzero(as_tuple=True)

@@ -132,15 +132,18 @@ class KVCache:
 
 
 class GraphReplay:
-    """Call `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA by replaying a captured graph.
+    """Call `forward(input_ids, position_ids, attn_mask, write_idx, row_idx, read)`, on CUDA as a captured graph.
 
     input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
     write_idx (T,) int64, places in the cache. They may lie on the CPU: a decoding loop keeps its state there and waits
     for the device only where it reads the result.
+    last: how many rows at the end are asked for; None: all, and row_idx is None, else (last,) int64.
+    read: handed on as it is, hashable; every other `read` has a graph of its own.
     T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare entry
     `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
     max_key: entries of the cache, the spare one included; device: where forward runs.
-    Returns what forward returns, (B, T, ...): valid until the next call with the same bucket.
+    Returns what forward returns, a tensor or several, (B, T or last, ...): valid until the next call with the same
+    bucket.
     """
 
     QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 1024, 512
@@ -152,19 +155,23 @@ class GraphReplay:
         self.capture = on_gpu if capture is None else capture
         self.graphs = {}
 
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx):
+    def bucket(self, n):
+        """The next size of QUERY."""
+        return next(size for size in self.QUERY if size >= n)
+
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx, last=None, read=()):
         B, T = input_ids.shape[:2]
-        S = attn_mask.shape[-1]
+        S, n = attn_mask.shape[-1], T if last is None else last
+        row_idx = None if n == T else torch.arange(T - n, T)
         if not self.pad or T > self.MAX_QUERY:
-            args = (input_ids, position_ids, attn_mask, write_idx)
-            return self.forward(*(tensor.to(self.device, non_blocking=True) for tensor in args))
-        T_pad = next(size for size in self.QUERY if size >= T)
-        S_pad = min(-(-S // self.KEY) * self.KEY, self.max_key)
-        bucket = (B, T_pad, S_pad, *input_ids.shape[2:])
-        if bucket not in self.graphs:
-            self.graphs[bucket] = self._prepare(B, T_pad, S_pad, input_ids)
-        static, graph, out = self.graphs[bucket]
-        ids, positions, mask, places = static
+            args = (input_ids, position_ids, attn_mask, write_idx, row_idx)
+            return self.forward(*(x if x is None else x.to(self.device, non_blocking=True) for x in args), read)
+        T_pad, S_pad = self.bucket(T), min(-(-S // self.KEY) * self.KEY, self.max_key)
+        key = (B, T_pad, S_pad, n < T and self.bucket(n), *input_ids.shape[2:], read)
+        if key not in self.graphs:
+            self.graphs[key] = self._prepare(*key[:4], input_ids, read)
+        static, graph, out = self.graphs[key]
+        ids, positions, mask, places, rows = static
         padded_mask = torch.zeros(attn_mask.shape[0], 1, T_pad, S_pad, dtype=torch.bool, device=attn_mask.device)
         padded_mask[:, :, :T, :S] = attn_mask
         padded_mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
@@ -173,18 +180,22 @@ class GraphReplay:
         places[T:] = self.trash_idx
         ids[:, :T].copy_(input_ids, non_blocking=True)
         positions[:, :T].copy_(position_ids, non_blocking=True)
+        if n < T:
+            rows[:n].copy_(row_idx, non_blocking=True)
         if graph is None:
-            return self.forward(*static)[:, :T]
-        graph.replay()
-        return out[:, :T]
+            out = self.forward(*static, read)
+        else:
+            graph.replay()
+        return out[:, :n] if torch.is_tensor(out) else tuple(tensor[:, :n] for tensor in out)
 
-    def _prepare(self, B, T, S, like):
+    def _prepare(self, B, T, S, n, like, read):
         device = self.device
         static = (
             torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
             torch.zeros(B, T, dtype=torch.int64, device=device),
             torch.ones(B, 1, T, S, dtype=torch.bool, device=device),
             torch.full((T,), self.trash_idx, device=device),
+            torch.zeros(n, dtype=torch.int64, device=device) if n else None,
         )
         if not self.capture:
             return static, None, None
@@ -192,9 +203,9 @@ class GraphReplay:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile and warm up outside the capture
             for _ in range(3):
-                self.forward(*static)
+                self.forward(*static, read)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self.forward(*static)
+            out = self.forward(*static, read)
         return static, graph, out

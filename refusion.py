@@ -226,22 +226,33 @@ def training_loss(model, inputs, cfg):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def without_mask(logits, cfg):
+def readout(logits, input_ids, mask_id, vocab_len):
+    """What a round reads of each row of a forward; runs in the decoder's graph. logits (B, T, V), input_ids (B, T)
+
+    Returns logits (B, T, vocab_len), and (B, T) each: the greedy draft of a mask and its confidence (unshifted), and
+    the probability of the token that stands behind the row in the buffer (shifted). Probabilities are float32, at
+    temperature 1 and with the mask token in  [code]; the mask token is never an output.
+    """
+    logits = logits[..., :vocab_len]
+    probs = logits.float().softmax(-1)
+    draft_ids = without_mask(logits, mask_id).argmax(-1)
+    next_ids = input_ids.roll(-1, dims=1).clamp(max=logits.shape[-1] - 1)
+    draft_probs, next_probs = (probs.gather(-1, ids[..., None])[..., 0] for ids in (draft_ids, next_ids))
+    return logits, draft_ids, draft_probs, next_probs
+
+
+def without_mask(logits, mask_id):
     """The mask token is never an output. (..., V) -> (..., V)"""
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == cfg.mask_id, -torch.inf)
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == mask_id, -torch.inf)
 
 
 def propose(logits, cfg, generator):
-    """Draft token and confidence of every mask, logits unshifted. (n, V) -> (n,) int64, (n,) float32, on the CPU."""
-    logits = logits.float()
-    probs = logits.softmax(-1)  # confidences are at temperature 1  [code]
-    logits = without_mask(logits, cfg)
-    if cfg.temperature > 0:  # Gumbel-max in float64 = a draw from softmax(logits / T)
-        uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
-        gumbel = -torch.log(-torch.log(uniform.to(logits.device, non_blocking=True)))
-        logits = logits.double() / cfg.temperature + gumbel
-    draft_ids = logits.argmax(-1)
-    return to_host(draft_ids, probs.gather(-1, draft_ids[:, None])[:, 0])
+    """A draft of every mask, drawn at cfg.temperature > 0, and its confidence. (n, V) -> (n,) int64, (n,) float32"""
+    uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
+    gumbel = -torch.log(-torch.log(uniform.to(logits.device, non_blocking=True)))
+    # Gumbel-max in float64 = a draw from softmax(logits / T)
+    draft_ids = (without_mask(logits.float(), cfg.mask_id).double() / cfg.temperature + gumbel).argmax(-1)
+    return draft_ids, logits.float().softmax(-1).gather(-1, draft_ids[:, None])[:, 0]
 
 
 def select_slots(conf, tau_slot):
@@ -251,10 +262,12 @@ def select_slots(conf, tau_slot):
     return slot_idx if len(slot_idx) else lead.argmax().view(1)
 
 
-def next_token_probs(logits, token_ids):
-    """q[s, j] = p(token j | tokens before it), shifted logits; 1 for j = 0.  (m, k, V), (m, k) -> (m, k), CPU"""
-    next_ids = token_ids[:, 1:, None].to(logits.device, non_blocking=True)
-    return F.pad(logits[:, :-1].float().softmax(-1).gather(-1, next_ids)[..., 0], (1, 0), value=1.0).cpu()
+def good_drafts(next_probs, k, cfg):
+    """Whether p(token | tokens before it) clears the bar, strictly. next_probs (m k,) -> (m, k) bool, on the CPU
+
+    Row j - 1 of a slot speaks of its token j, the last row of nothing; the first token was chosen by the plan.
+    """
+    return F.pad(next_probs.cpu().view(-1, k)[:, :-1] > cfg.tau_token, (1, 0), value=True)
 
 
 def complete_rows(decoder, token_ids, good, position_ids, cfg):
@@ -271,16 +284,18 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
         m, n = ids.shape
         mask = dense(completion_rows(kv_cache.cache_len, k, start), 1, m * n, kv_cache.cache_len + m * k)
         write_idx = kv_cache.scratch_idx(m * k).view(m, k)[:, start:].flatten()
-        logits = decoder(ids.reshape(1, -1), position_ids[: len(ids), start:].reshape(1, -1), mask, write_idx)
-        return logits[..., : cfg.vocab_len].view(m, n, -1)
+        read = readout, cfg.mask_id, cfg.vocab_len
+        _, draft_ids, _, next_probs = decoder(
+            ids.reshape(1, -1), position_ids[:m, start:].reshape(1, -1), mask, write_idx, read=read
+        )
+        return draft_ids[0], next_probs[0]
 
     while not good.all():
         # predict: a mask wherever a token is not good yet, read unshifted, greedy whatever the temperature  [code]
-        logits = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:])
-        pred_ids = without_mask(logits, cfg).argmax(-1).cpu()
+        pred_ids = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:])[0].cpu().view(-1, k - start)
         token_ids[:, start:] = torch.where(good[:, start:], token_ids[:, start:], pred_ids)
         # verify: good stays good, and each unfinished row gains at least the token behind its good prefix
-        sure = next_token_probs(forward(token_ids[:, start:]), token_ids[:, start:]) > cfg.tau_token
+        sure = good_drafts(forward(token_ids[:, start:])[1], k - start, cfg)
         forced = F.pad(good[:, start:-1], (1, 0), value=True)
         good[:, start:] = (forced | sure).cummin(dim=1).values
         found = ((token_ids == cfg.eos_id) & good)[:, start:].any(dim=1).nonzero()
@@ -325,35 +340,35 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     buffer_ids, buffer_pos = prompt_ids[0].cpu(), torch.arange(P)
     fixed_round, ratios, rejected, eos_seen = [], [], [], False
 
-    def forward(ids, positions, masked):  # causal in buffer order on top of the cache; masked: masks stand behind ids
+    def forward(ids, positions, masked, last=None):  # causal in buffer order; masked: masks stand behind ids
         ids = torch.cat([ids.flatten(), torch.full((masked.numel(),), cfg.mask_id)])
         positions, n = torch.cat([positions.flatten(), masked.flatten()]), len(ids)
         mask = dense(causal(kv_cache.cache_len), 1, n, kv_cache.cache_len + n)
-        return decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
+        read = readout, cfg.mask_id, cfg.vocab_len
+        return [x[0] for x in decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n), last=last, read=read)]
 
     for block_idx in range(cfg.serial_blocks):
         first = P + block_idx * block_len
         todo = torch.arange(first, first + block_len).view(-1, k)  # (n, k) positions of unwritten slots
-        plan = None  # logits of the masks of todo; the verification before may have computed them already
+        plan = None  # what is read of the masks of todo; the verification before may have done so already
         while len(todo):
             # propose: masks on every unwritten slot; the first forward takes the prompt along
             if plan is None:
                 start = kv_cache.cache_len
-                plan = forward(buffer_ids[start:], buffer_pos[start:], todo)[len(buffer_ids) - start :]
+                plan = forward(buffer_ids[start:], buffer_pos[start:], todo, last=todo.numel())
                 kv_cache.commit(len(buffer_ids) - start)  # never the masks
-            draft_ids, conf = propose(plan, cfg, generator)
+            draft_ids, conf = to_host(*(propose(plan[0], cfg, generator) if cfg.temperature > 0 else plan[1:3]))
             # select
             slot_idx = select_slots(conf.view(-1, k), cfg.tau_slot)
             keep = torch.ones(len(todo), dtype=torch.bool).index_fill(0, slot_idx, False)
             slot_pos, draft_ids = todo[slot_idx], draft_ids.view(-1, k)[slot_idx]  # (m, k)
             # score: all drafts in one sequence, so that a slot sees the drafts of the slots before it
-            logits = forward(draft_ids, slot_pos, todo[keep] if cfg.plan_ahead else todo[:0])
+            verdict = forward(draft_ids, slot_pos, todo[keep] if cfg.plan_ahead else todo[:0])
             n_drafts, m = draft_ids.numel(), len(slot_idx)
-            ok = next_token_probs(logits[:n_drafts].view(m, k, -1), draft_ids) > cfg.tau_token
-            ok[:, 0] = True  # the plan chose the slot by its first token
+            ok = good_drafts(verdict[3][:n_drafts], k, cfg)
             # commit: the accepted prefix up to EOS, or its whole slots; else complete the slots in parallel
             n_kept, n_slots, eos_row = accept(draft_ids, ok, cfg)
-            plan = logits[n_drafts:] if cfg.plan_ahead and n_kept == n_drafts else None  # the masks saw what stays
+            plan = [x[n_drafts:] for x in verdict] if cfg.plan_ahead and n_kept == n_drafts else None  # saw what stays
             iterations = 0
             if n_kept == 0:
                 good = ok.cummin(dim=1).values

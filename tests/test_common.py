@@ -368,6 +368,30 @@ def test_padding_to_buckets_changes_nothing():
     assert sorted(bucket[1] for bucket in padded.replay.graphs) == [1, 4, 8, 16]  # each made once
 
 
+def top_two(logits, input_ids, shift):
+    return logits.topk(2).values, input_ids + shift
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_forward_gives_the_rows_and_the_readout_that_were_asked_for(pad):
+    input_ids, positions = ids_and_positions(B=2, T=11)
+    lm, mask, write_idx = tiny(), dense(causal(), 1, 11, 11), torch.arange(11)
+    for dtype in (torch.int64, torch.float32):
+        decoder = Decoder(lm, 16, batch=2)
+        decoder.replay.pad = pad
+        given = lm.model.embed_tokens(input_ids).detach() if dtype.is_floating_point else input_ids
+        with torch.no_grad():
+            logits = decoder(given, positions, mask, write_idx).clone()
+            for last in (1, 3, 11, None):
+                own = logits[:, 11 - (last or 11) :]
+                assert (decoder(given, positions, mask, write_idx, last=last) - own).abs().max() < 1e-5
+                for shift in (0, 5):
+                    values, ids = decoder(given, positions, mask, write_idx, last=last, read=(top_two, shift))
+                    assert (values - own.topk(2).values).abs().max() < 1e-5
+                    assert torch.equal(ids, given[:, 11 - (last or 11) :] + shift)
+        assert decoder.forwards == 1 + 4 * 3 and len(decoder.replay.graphs) == (3 * 3 if pad else 0)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_fused_projections_change_nothing(kind, tmp_path):
     """Same logits, same weights, no memory added; what is written in place is seen; saving and training go on."""
@@ -413,7 +437,7 @@ def test_layers_run_as_they_are_where_compiling_is_refused(monkeypatch, capsys):
     def refuse(*args):
         raise torch._dynamo.exc.Unsupported("no")
 
-    monkeypatch.setattr(common, "_compiled_layer", refuse)
+    monkeypatch.setitem(common._compiled, common.decoder_layer, refuse)
     monkeypatch.setattr(kernels, "_notices", set())
     for _ in range(2):
         assert torch.equal(walk(lm, input_ids, positions, mask, compiled=True), walk(lm, input_ids, positions, mask))

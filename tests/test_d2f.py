@@ -365,10 +365,10 @@ class Watched(d2f.Decoder):
         if stale:
             cache.commit = stale_commit
 
-    def __call__(self, *args):
+    def __call__(self, ids, *args, read):
         self.before = [[tensor.clone() for tensor in layer] for layer in self.kv_cache.layers]
-        self.outputs.append(super().__call__(*args).clone())
-        return self.outputs[-1]
+        self.outputs.append(super().__call__(ids, *args).clone())
+        return read[0](self.outputs[-1], ids, *read[1:])
 
 
 @pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])

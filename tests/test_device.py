@@ -12,6 +12,7 @@ from bench_train import SCRIPTS, random_model, setup
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import common
 import kernels
 from common import Decoder, generate_ar, prepare
 
@@ -121,7 +122,7 @@ def test_decoding_keeps_devices_apart_and_waits_once_a_forward(monkeypatch, name
     replay = kernels.GraphReplay.__call__
 
     def call(self, *args):
-        assert not any(map(marked, args[1:])), "positions, mask and places lie on the CPU"
+        assert not any(map(marked, args[1:4])), "positions, mask and places lie on the CPU"
         self.pad = padded
         return replay(self, *args)
 
@@ -161,7 +162,7 @@ def test_ragged_batches_of_fastdllm_v2_keep_devices_apart(monkeypatch, block_cac
     script, replay = importlib.import_module("fastdllm_v2"), kernels.GraphReplay.__call__
 
     def call(self, *args):
-        assert not any(map(marked, args[1:])), "positions, mask and places lie on the CPU"
+        assert not any(map(marked, args[1:4])), "positions, mask and places lie on the CPU"
         self.pad = padded
         return replay(self, *args)
 
@@ -203,3 +204,26 @@ def test_a_training_step_keeps_devices_apart(name):
             loss.backward()
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["refusion", "d2f", "fastdllm_v2"])
+def test_what_a_graph_captures_gives_the_same_text(monkeypatch, name):
+    """Layers, head and readout traced whole, queries and rows padded to buckets: as on CUDA, only not captured."""
+    for function in (common.decoder_layer, common.read_head):
+        traced = torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+        monkeypatch.setitem(common._compiled, function, traced)
+    script, prompt_ids = importlib.import_module(name), torch.arange(2, 23)[None]
+    for temperature in (0.0, 1.0):
+        torch.manual_seed(0)
+        model, cfg = random_model(script, "tiny", torch.float32, device="cpu", dtype="float32", max_new_tokens=16)
+        cfg.temperature, results = temperature, []
+        for cfg.compile in (False, True):
+            method, ar = script.new_decoder(model.train(False), 21, cfg), Decoder(model, 37, compiled=cfg.compile)
+            for run, decoder in ((script.decoders(cfg)[0][1], method), (generate_ar, ar)):
+                decoder.replay.pad = cfg.compile
+                ids, record = run(model, prompt_ids, cfg, decoder, torch.Generator().manual_seed(1))
+                results.append((ids.tolist(), record["forwards"], record["fixed_round"]))
+        assert results[:2] == results[2:] and not kernels.refused("torch.compile")
+        assert any(key[3] for decoder in (method, ar) for key in decoder.replay.graphs), "a prefill reads its last rows"
+        reads = {key[-1][:1] for key in method.replay.graphs}
+        assert reads and (() not in reads or temperature > 0), "greedy decoding reads no logits outside the graph"

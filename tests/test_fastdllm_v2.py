@@ -46,9 +46,9 @@ class Recorder(Decoder):
         self.calls = []
         self.made.append(self)
 
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True):
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True, **asked):
         self.calls.append((position_ids[0, 0].item(), input_ids.tolist(), self.kv_cache.cache_len))
-        return super().__call__(input_ids, position_ids, attn_mask, write_idx, count)
+        return super().__call__(input_ids, position_ids, attn_mask, write_idx, count, **asked)
 
 
 # --------------------------------------------------------------------------------------------------- reference vectors
@@ -249,14 +249,15 @@ class Uncached(Decoder):
 
     block_size, text = 8, []
 
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True):
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True, last=None, read=()):
         self.forwards += count
         start = self.kv_cache.cache_len
         self.text = self.text[:start] + input_ids[0].tolist()
         ids = torch.tensor([self.text])
         T = ids.shape[1]
         hidden = walk(self.backbone, ids, torch.arange(T)[None], dense(block_causal(self.block_size), 1, T, T))
-        return self.backbone.lm_head(hidden[:, start:])
+        rows = slice(start if last is None else T - last, None)
+        return read[0](self.backbone.lm_head(hidden[:, rows]), ids[:, rows], *read[1:])
 
 
 @pytest.mark.parametrize("P", LENGTHS)

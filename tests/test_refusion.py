@@ -39,11 +39,11 @@ class Recorder(Decoder):
         super().__init__(*args, **kwargs)
         self.calls = []
 
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True):
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx, **asked):
         self.calls.append(
             (input_ids[0].tolist(), position_ids[0].tolist(), self.kv_cache.cache_len, attn_mask.shape[-1])
         )
-        return super().__call__(input_ids, position_ids, attn_mask, write_idx, count)
+        return super().__call__(input_ids, position_ids, attn_mask, write_idx, **asked)
 
 
 def decode(model, case, **changes):
@@ -261,10 +261,8 @@ def test_temperature_samples_from_softmax():
     freq = torch.bincount(draws, minlength=6) / 40000
     expected = torch.cat([(logits[0, :5] / 0.7).softmax(0), torch.zeros(1)])
     assert (freq - expected).abs().max() < 0.01 and freq[5] == 0
-    greedy = [
-        refusion.propose(logits, settings(mask_id=5), torch.Generator().manual_seed(s))[0].item() for s in range(3)
-    ]
-    assert set(greedy) == {logits[0, :5].argmax().item()}
+    _, greedy, conf, _ = refusion.readout(logits[None], torch.zeros(1, 1, dtype=torch.int64), 5, 6)
+    assert greedy.item() == logits[0, :5].argmax() and conf.item() == logits[0].softmax(0)[greedy.item()]
 
 
 def test_sampling_repeats_with_the_seed_and_greedy_ignores_it(random_model):
