@@ -54,18 +54,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from common import (
-    Decoder,
-    block_causal,
-    build_mask,
-    causal,
-    dense,
-    generate_ar,
-    noisy_clean,
-    prepare,
-    token_nll,
-    walk,
-)
+from common import Decoder, block_causal, build_mask, causal, dense, generate_ar, noisy_clean, prepare, token_nll, walk
 from kernels import notice, to_host
 
 METHOD = "fastdllm_v2"
@@ -238,7 +227,7 @@ def window(decoder, block_ids, s, is_sub, cfg, generator):
     by then.
     """
     first, n = (s, cfg.sub_block_size) if is_sub else (0, cfg.block_size)
-    read = () if cfg.temperature > 0 else (greedy, cfg.mask_id, cfg.vocab_len)
+    read = () if cfg.temperature > 0 else (readout, cfg.mask_id, cfg.vocab_len)
     out = forward(decoder, block_ids[:, first : first + n], cfg, offset=first, read=read)
     rows = (torch.arange(s, s + cfg.sub_block_size) - 1 - first).clamp(min=0)
     if cfg.temperature > 0:
@@ -253,12 +242,12 @@ def without_mask(logits, mask_id):
 
 def commit(decoder, ids, cfg, count=True):
     """Run clean blocks (B, n) to keep their exact keys and values. -> (B,) next token, greedy, no bar, CPU  [code]"""
-    next_ids = forward(decoder, ids, cfg, count=count, last=1, read=(greedy, cfg.mask_id, cfg.vocab_len))[0]
+    next_ids = forward(decoder, ids, cfg, count=count, last=1, read=(readout, cfg.mask_id, cfg.vocab_len))[0]
     decoder.kv_cache.commit(ids.shape[1])
     return next_ids[:, 0].cpu()
 
 
-def greedy(logits, input_ids, mask_id, vocab_len):
+def readout(logits, input_ids, mask_id, vocab_len):
     """For Decoder's read: the likeliest token of each row and its probability. (B, n, V) -> (B, n) int64, float32"""
     logits = logits[..., :vocab_len]
     probs = logits.float().softmax(-1)  # the mask token counts here, though it is never chosen
@@ -278,7 +267,7 @@ def nucleus(logits, temperature, top_p):
 def propose(logits, cfg, generator):
     """A token and its confidence for every position.  (B, n, V) -> (B, n) int64, (B, n) float32"""
     if cfg.temperature == 0:
-        return greedy(logits, None, cfg.mask_id, cfg.vocab_len)
+        return readout(logits, None, cfg.mask_id, cfg.vocab_len)
     kept = nucleus(without_mask(logits.float(), cfg.mask_id), cfg.temperature, cfg.top_p)
     uniform = torch.rand(kept.shape, generator=generator, dtype=torch.float64)
     race = kept / -uniform.to(kept.device, non_blocking=True).log()
@@ -474,6 +463,7 @@ def is_right(prompt, text, reference):
     if "####" in reference:
         text, reference = (part.partition("####")[2].replace(",", "") for part in (text, reference))
     return text.strip() == reference.strip()
+
 
 # ========================================================= frame: the same text in all five scripts, compared by a test
 # Data, the built-in backbone, plain AR as the baseline, the optimiser loop, checkpoints, the command line.
@@ -803,6 +793,9 @@ def train(cfg, resume):
     held = read_settings(cfg.out)
     if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
         raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
+    above = next(path for path in Path(cfg.out).absolute().parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{above}, where {cfg.out} is to lie, cannot be written to")
     state = read_state(cfg.out) if resume else None
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]

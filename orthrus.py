@@ -892,6 +892,9 @@ def train(cfg, resume):
     held = read_settings(cfg.out)
     if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
         raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
+    above = next(path for path in Path(cfg.out).absolute().parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{above}, where {cfg.out} is to lie, cannot be written to")
     state = read_state(cfg.out) if resume else None
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]

@@ -42,26 +42,10 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from common import (
-    Decoder,
-    build_mask,
-    causal,
-    completion_rows,
-    dense,
-    generate_ar,
-    prepare,
-    token_nll,
-    walk,
-)
+from common import Decoder, build_mask, causal, completion_rows, dense, generate_ar, prepare, token_nll, walk
 from kernels import to_host
 
 METHOD = "refusion"
@@ -797,6 +781,9 @@ def train(cfg, resume):
     held = read_settings(cfg.out)
     if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
         raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
+    above = next(path for path in Path(cfg.out).absolute().parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{above}, where {cfg.out} is to lie, cannot be written to")
     state = read_state(cfg.out) if resume else None
     model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
     rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]

@@ -502,6 +502,7 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "a model that is a file": (("--generate", "--model", good), [good.name]),
         "a model without a name": (("--generate", "--model", ""), ["cannot load"]),
         "out is a file": (("--train", *short(script), "--out", good), ["name another --out"]),
+        "out is under a file": (("--train", *short(script), "--out", good / "a" / "b"), ["cannot be written"]),
         "dtype": (("--generate", "--model", model, "--dtype", "float17"), ["float17"]),
         "device": (("--generate", "--model", model, "--device", "tpu"), ["tpu"]),
         "nothing to resume": (("--train", "--resume", "--out", tmp_path / "nowhere"), ["nowhere"]),
