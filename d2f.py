@@ -300,124 +300,6 @@ def adapt_to_diffusion(model, inputs, cfg):
     return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
 
 
-# ---------------------------------------------------------------------------------------------------------------- LoRA
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-PLAIN = dict(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None,
-             rank_pattern={}, alpha_pattern={})  # fmt: skip
-PEFT_KEY = re.compile(
-    r"base_model\.model\.model\.(?:layers\.(\d+)\.self_attn|transformer\.blocks\.(\d+))\.(\w+)\.lora_([AB])\.weight"
-)
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # what LoRA hangs on  [code]; LLaDA calls the last attn_out
-
-
-def adapted(attn, name, x):
-    """The student's projection: W x + scale B A dropout(x). `own_projection` leaves the adapter off: the teacher."""
-    linear = getattr(attn, name)
-    if not hasattr(linear, "lora_A"):
-        return linear(x)
-    low = F.linear(F.dropout(x, linear.lora_dropout, linear.training), linear.lora_A)  # (B, T, r)
-    return linear(x) + linear.lora_scale * F.linear(low, linear.lora_B)
-
-
-def merged(attn, name, x):
-    """`adapted` in one product, for decoding; see `merge_adapter`."""
-    linear = getattr(attn, name)
-    return F.linear(x, linear.merged, linear.bias) if hasattr(linear, "merged") else linear(x)
-
-
-def projections(model):
-    """(layer, name, module) of all projections that may carry an adapter."""
-    layers = enumerate(model.model.layers)
-    return [(idx, name, getattr(layer.self_attn, name)) for idx, layer in layers for name in PROJECTIONS]
-
-
-@torch.no_grad()
-def merge_adapter(model):
-    """W + scale B A beside each W, in float32, then cast. W stays: merging twice adds nothing, the teacher is there."""
-    for _, _, linear in projections(model):
-        if hasattr(linear, "lora_A"):
-            if not hasattr(linear, "merged"):
-                linear.register_buffer("merged", torch.empty_like(linear.weight), persistent=False)
-            weight = linear.weight.float() + linear.lora_scale * (linear.lora_B @ linear.lora_A)
-            linear.merged.copy_(weight)  # in place: captured graphs hold the address
-
-
-def new_adapter(model, cfg):
-    """(config, tensors) of an adapter that changes nothing yet: A Kaiming-uniform (a = sqrt 5), B zero.  [code]"""
-    generator, tensors = torch.Generator().manual_seed(cfg.seed), {}
-    for idx, name, linear in projections(model):
-        bound = linear.in_features**-0.5
-        A = torch.empty(cfg.lora_rank, linear.in_features).uniform_(-bound, bound, generator=generator)
-        tensors |= {(idx, name, "A"): A, (idx, name, "B"): torch.zeros(linear.out_features, cfg.lora_rank)}
-    return dict(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout), tensors
-
-
-def attach_adapter(model, config, tensors):
-    """Hang lora_A (r, in) and lora_B (out, r), float32, on the projections; freeze all else. Returns the model.
-
-    config, tensors: of `new_adapter` or `read_adapter`. Raises ValueError for an adapter of other layers or sizes.
-    """
-    model.requires_grad_(False)
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-    todo = dict(tensors)
-    for idx, name, linear in projections(model):
-        A, B = (todo.pop((idx, name, X), torch.empty(0)) for X in "AB")
-        if A.numel() == B.numel() == 0:
-            continue
-        if (A.shape, B.shape) != ((config["r"], linear.in_features), (linear.out_features, config["r"])):
-            raise ValueError(f"the adapter does not fit the model: layer {idx}, {name}")
-        linear.lora_A, linear.lora_B = (torch.nn.Parameter(x.float().to(linear.weight.device)) for x in (A, B))
-        linear.lora_scale, linear.lora_dropout = scale, config.get("lora_dropout") or 0.0
-    if todo:
-        raise ValueError("the adapter does not fit the model: layer {}, {}".format(*next(iter(todo))))
-    model.adapter_config = config
-    return model
-
-
-def read_adapter(name):
-    """(config, tensors) of a PEFT folder or id, with LLaDA's own key names or Llama's; for `attach_adapter`.
-
-    Raises ValueError, one line, for whatever is not plain LoRA on q, k, v and attention-output projections.
-    """
-    try:
-        config_file, tensor_file = (cached_file(name, file) for file in ADAPTER_FILES)
-        config, loaded, tensors = json.loads(Path(config_file).read_text()), load_file(tensor_file), {}
-        odd = [key for key, value in PLAIN.items() if (config.get(key, value) or None) != (value or None)]
-        odd += [key for key in ("r", "lora_alpha") if not config[key] > 0]
-        odd += ["lora_dropout"] * (not 0 <= (config.get("lora_dropout") or 0.0) < 1)
-    except Exception as error:
-        raise ValueError(f"cannot load adapter {name!r}: {' '.join(str(error).split())[:300]}") from error
-    for key, tensor in loaded.items():
-        match = PEFT_KEY.fullmatch(key)
-        projection = match and match[3].replace("attn_out", "o_proj")
-        if projection in PROJECTIONS:
-            tensors[int(match[1] or match[2]), projection, match[4]] = tensor
-        else:
-            odd.append(key)
-    if odd or not tensors:
-        raise ValueError(f"adapter {name!r} is not plain LoRA on {', '.join(PROJECTIONS)}: see {(odd + ['keys'])[0]}")
-    return config, tensors
-
-
-def write_adapter(model, folder, cfg):
-    """The adapter in PEFT's format, under the key names of the checkpoint that the backbone came from."""
-    is_llada = getattr(model.config, "native_layout", None) == "llada"
-    path, output = ("transformer.blocks.{}", "attn_out") if is_llada else ("layers.{}.self_attn", "o_proj")
-    tensors = {}
-    for idx, name, linear in projections(model):
-        key = f"base_model.model.model.{path.format(idx)}.{name.replace('o_proj', output)}"
-        if hasattr(linear, "lora_A"):
-            tensors |= {f"{key}.lora_{X}.weight": getattr(linear, f"lora_{X}").detach() for X in "AB"}
-    trained = any(stage.steps for stage in stages(cfg)[:-1])  # is the base another than the one that was named?
-    base = cfg.teacher or (cfg.out if trained else cfg.model)
-    targets = sorted({key.rsplit(".", 3)[1] for key in tensors})
-    config = PLAIN | {"task_type": None, "use_rslora": False, "inference_mode": True} | model.adapter_config
-    config |= {"base_model_name_or_path": base, "target_modules": targets}
-    Path(folder, ADAPTER_FILES[0]).write_text(json.dumps(config, indent=1))
-    save_file(tensors, Path(folder, ADAPTER_FILES[1]))
-
-
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
@@ -561,6 +443,124 @@ def generate_vanilla(model, prompt_ids, cfg, decoder=None, generator=None):
         best = rank.argmax()
         seq_ids[0, idx[best]], fixed_round[idx[best] - P] = pred_ids[best], turn
     return seq_ids.to(prompt_ids.device), dict(forwards=decoder.forwards, rounds=R, fixed_round=fixed_round)
+
+
+# ---------------------------------------------------------------------------------------------------------------- LoRA
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PLAIN = dict(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None,
+             rank_pattern={}, alpha_pattern={})  # fmt: skip
+PEFT_KEY = re.compile(
+    r"base_model\.model\.model\.(?:layers\.(\d+)\.self_attn|transformer\.blocks\.(\d+))\.(\w+)\.lora_([AB])\.weight"
+)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # what LoRA hangs on  [code]; LLaDA calls the last attn_out
+
+
+def adapted(attn, name, x):
+    """The student's projection: W x + scale B A dropout(x). `own_projection` leaves the adapter off: the teacher."""
+    linear = getattr(attn, name)
+    if not hasattr(linear, "lora_A"):
+        return linear(x)
+    low = F.linear(F.dropout(x, linear.lora_dropout, linear.training), linear.lora_A)  # (B, T, r)
+    return linear(x) + linear.lora_scale * F.linear(low, linear.lora_B)
+
+
+def merged(attn, name, x):
+    """`adapted` in one product, for decoding; see `merge_adapter`."""
+    linear = getattr(attn, name)
+    return F.linear(x, linear.merged, linear.bias) if hasattr(linear, "merged") else linear(x)
+
+
+def projections(model):
+    """(layer, name, module) of all projections that may carry an adapter."""
+    layers = enumerate(model.model.layers)
+    return [(idx, name, getattr(layer.self_attn, name)) for idx, layer in layers for name in PROJECTIONS]
+
+
+@torch.no_grad()
+def merge_adapter(model):
+    """W + scale B A beside each W, in float32, then cast. W stays: merging twice adds nothing, the teacher is there."""
+    for _, _, linear in projections(model):
+        if hasattr(linear, "lora_A"):
+            if not hasattr(linear, "merged"):
+                linear.register_buffer("merged", torch.empty_like(linear.weight), persistent=False)
+            weight = linear.weight.float() + linear.lora_scale * (linear.lora_B @ linear.lora_A)
+            linear.merged.copy_(weight)  # in place: captured graphs hold the address
+
+
+def new_adapter(model, cfg):
+    """(config, tensors) of an adapter that changes nothing yet: A Kaiming-uniform (a = sqrt 5), B zero.  [code]"""
+    generator, tensors = torch.Generator().manual_seed(cfg.seed), {}
+    for idx, name, linear in projections(model):
+        bound = linear.in_features**-0.5
+        A = torch.empty(cfg.lora_rank, linear.in_features).uniform_(-bound, bound, generator=generator)
+        tensors |= {(idx, name, "A"): A, (idx, name, "B"): torch.zeros(linear.out_features, cfg.lora_rank)}
+    return dict(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout), tensors
+
+
+def attach_adapter(model, config, tensors):
+    """Hang lora_A (r, in) and lora_B (out, r), float32, on the projections; freeze all else. Returns the model.
+
+    config, tensors: of `new_adapter` or `read_adapter`. Raises ValueError for an adapter of other layers or sizes.
+    """
+    model.requires_grad_(False)
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    todo = dict(tensors)
+    for idx, name, linear in projections(model):
+        A, B = (todo.pop((idx, name, X), torch.empty(0)) for X in "AB")
+        if A.numel() == B.numel() == 0:
+            continue
+        if (A.shape, B.shape) != ((config["r"], linear.in_features), (linear.out_features, config["r"])):
+            raise ValueError(f"the adapter does not fit the model: layer {idx}, {name}")
+        linear.lora_A, linear.lora_B = (torch.nn.Parameter(x.float().to(linear.weight.device)) for x in (A, B))
+        linear.lora_scale, linear.lora_dropout = scale, config.get("lora_dropout") or 0.0
+    if todo:
+        raise ValueError("the adapter does not fit the model: layer {}, {}".format(*next(iter(todo))))
+    model.adapter_config = config
+    return model
+
+
+def read_adapter(name):
+    """(config, tensors) of a PEFT folder or id, with LLaDA's own key names or Llama's; for `attach_adapter`.
+
+    Raises ValueError, one line, for whatever is not plain LoRA on q, k, v and attention-output projections.
+    """
+    try:
+        config_file, tensor_file = (cached_file(name, file) for file in ADAPTER_FILES)
+        config, loaded, tensors = json.loads(Path(config_file).read_text()), load_file(tensor_file), {}
+        odd = [key for key, value in PLAIN.items() if (config.get(key, value) or None) != (value or None)]
+        odd += [key for key in ("r", "lora_alpha") if not config[key] > 0]
+        odd += ["lora_dropout"] * (not 0 <= (config.get("lora_dropout") or 0.0) < 1)
+    except Exception as error:
+        raise ValueError(f"cannot load adapter {name!r}: {' '.join(str(error).split())[:300]}") from error
+    for key, tensor in loaded.items():
+        match = PEFT_KEY.fullmatch(key)
+        projection = match and match[3].replace("attn_out", "o_proj")
+        if projection in PROJECTIONS:
+            tensors[int(match[1] or match[2]), projection, match[4]] = tensor
+        else:
+            odd.append(key)
+    if odd or not tensors:
+        raise ValueError(f"adapter {name!r} is not plain LoRA on {', '.join(PROJECTIONS)}: see {(odd + ['keys'])[0]}")
+    return config, tensors
+
+
+def write_adapter(model, folder, cfg):
+    """The adapter in PEFT's format, under the key names of the checkpoint that the backbone came from."""
+    is_llada = getattr(model.config, "native_layout", None) == "llada"
+    path, output = ("transformer.blocks.{}", "attn_out") if is_llada else ("layers.{}.self_attn", "o_proj")
+    tensors = {}
+    for idx, name, linear in projections(model):
+        key = f"base_model.model.model.{path.format(idx)}.{name.replace('o_proj', output)}"
+        if hasattr(linear, "lora_A"):
+            tensors |= {f"{key}.lora_{X}.weight": getattr(linear, f"lora_{X}").detach() for X in "AB"}
+    trained = any(stage.steps for stage in stages(cfg)[:-1])  # is the base another than the one that was named?
+    base = cfg.teacher or (cfg.out if trained else cfg.model)
+    targets = sorted({key.rsplit(".", 3)[1] for key in tensors})
+    config = PLAIN | {"task_type": None, "use_rslora": False, "inference_mode": True} | model.adapter_config
+    config |= {"base_model_name_or_path": base, "target_modules": targets}
+    Path(folder, ADAPTER_FILES[0]).write_text(json.dumps(config, indent=1))
+    save_file(tensors, Path(folder, ADAPTER_FILES[1]))
 
 
 # ----------------------------------------------------------------------------------------------- backbones of the paper
