@@ -119,7 +119,7 @@ class Config:
 
 
 # what `--model tiny` changes
-TINY = dict(steps=450, ar_steps=100, dlm_steps=-1, batch_size=64, lr=3e-3, ar_lr=3e-3, dlm_lr=1.5e-3, warmup=0.05,
+TINY = dict(steps=400, ar_steps=100, dlm_steps=-1, batch_size=64, lr=3e-3, ar_lr=3e-3, dlm_lr=1.5e-3, warmup=0.05,
             beta2=0.98, max_len=96, max_new_tokens=40, max_pad=0, aux="tiny", block_sizes="2,4,8", p_partial=0.5,
             temperature=0.7, tau=1.0, table="2,4,8")  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template

@@ -333,12 +333,13 @@ def confidence(logits, cfg, generator):
     return pred_ids, conf, rank
 
 
-Greedy = collections.namedtuple("Greedy", "mask_id vocab_len temperature top_p top_k sampling_strategy")
+Settings = collections.namedtuple("Settings", "mask_id vocab_len temperature top_p top_k sampling_strategy")
 
 
 def readout(logits, input_ids, *settings):
-    """For Decoder's read: `confidence` of every row; settings: those of Greedy, at temperature 0."""
-    return confidence(logits, Greedy(*settings), None)
+    """For Decoder's read: `confidence` of every row when greedy, in the decoder's graph; else the logits."""
+    settings = Settings(*settings)
+    return (logits,) if settings.temperature > 0 else confidence(logits, settings, None)
 
 
 def select(conf, rank, block_idx, is_full, cfg):
@@ -376,7 +377,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     kv_cache, prompt_lens = decoder.kv_cache, torch.tensor([P])
     seq_ids, fixed_round, passes = prompt_ids[0].cpu(), [], []
     remaining, is_full, eos_seen = [], [], False  # per block: masks left; fully active
-    read = () if cfg.temperature > 0 else (readout, *(getattr(cfg, name) for name in Greedy._fields))
+    read = readout, *(getattr(cfg, name) for name in Settings._fields)
 
     def progress(b):  # the prompt is a finished block in front of block 0
         return (B - remaining[b]) / B if b >= 0 else 1.0
@@ -397,17 +398,16 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         positions = torch.arange(start, start + n)[None]
         mask = dense(block_causal(B, prompt_lens, start), 1, n, start + n)
         out = decoder(seq_ids[None, start:], positions, mask, kv_cache.scratch_idx(n), read=read)
-        out = [x[0] for x in (out if read else [out])]  # of each row: token, confidence, rank, or else the logits
+        out = [x[0] for x in out]  # per row
         kv_cache.commit(n_commit)  # its tokens and all that they see are final
         if cfg.shifted:
             if n_commit:
                 seed = [x[n_commit - 1 : n_commit].clone() for x in out]  # of the first uncached token, also later on
             out = [torch.cat([row, x[:-1]]) for row, x in zip(seed, out)]
         masked_idx = first * B + (seq_ids[P + first * B :] == cfg.mask_id).nonzero()[:, 0]  # places in the response
-        rows = P + masked_idx - start
-        if not read:
-            rows, out = slice(None), confidence(out[0][rows.to(out[0].device, non_blocking=True)], cfg, generator)
-        pred_ids, conf, rank = (x[rows] for x in to_host(*out))
+        rows = (P + masked_idx - start).to(out[0].device, non_blocking=True)
+        out = [x[rows] for x in out]
+        pred_ids, conf, rank = to_host(*(confidence(*out, cfg, generator) if cfg.temperature > 0 else out))
         # select: blocks do not see each other's new tokens before the next pass
         accept = select(conf, rank, masked_idx // B, is_full, cfg)
         # commit

@@ -219,6 +219,19 @@ def forward(decoder, ids, cfg, offset=0, **asked):
     return decoder(ids, positions, mask, decoder.kv_cache.scratch_idx(n, offset), **asked)
 
 
+def without_mask(logits, mask_id):
+    """The mask token is never an output. (..., V) -> (..., V)"""
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == mask_id, -torch.inf)
+
+
+def readout(logits, input_ids, mask_id, vocab_len):
+    """For Decoder's read: the likeliest token of each row and its probability. (B, n, V) -> (B, n) int64, float32"""
+    logits = logits[..., :vocab_len]
+    probs = logits.float().softmax(-1)  # the mask token counts here, though it is never chosen
+    pred_ids = without_mask(logits, mask_id).argmax(-1)
+    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
+
+
 def window(decoder, block_ids, s, is_sub, cfg, generator):
     """Tokens for offsets s .. s+S-1 of the current block (B, D), and their confidence.  -> (B, S) each, on the CPU
 
@@ -231,13 +244,9 @@ def window(decoder, block_ids, s, is_sub, cfg, generator):
     out = forward(decoder, block_ids[:, first : first + n], cfg, offset=first, read=read)
     rows = (torch.arange(s, s + cfg.sub_block_size) - 1 - first).clamp(min=0)
     if cfg.temperature > 0:
+        rows = rows.to(out.device, non_blocking=True)
         return to_host(*propose(out[:, rows, : cfg.vocab_len], cfg, generator))
-    return to_host(*(x[:, rows] for x in out))
-
-
-def without_mask(logits, mask_id):
-    """The mask token is never an output. (..., V) -> (..., V)"""
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == mask_id, -torch.inf)
+    return (x[:, rows] for x in to_host(*out))
 
 
 def commit(decoder, ids, cfg, count=True):
@@ -245,14 +254,6 @@ def commit(decoder, ids, cfg, count=True):
     next_ids = forward(decoder, ids, cfg, count=count, last=1, read=(readout, cfg.mask_id, cfg.vocab_len))[0]
     decoder.kv_cache.commit(ids.shape[1])
     return next_ids[:, 0].cpu()
-
-
-def readout(logits, input_ids, mask_id, vocab_len):
-    """For Decoder's read: the likeliest token of each row and its probability. (B, n, V) -> (B, n) int64, float32"""
-    logits = logits[..., :vocab_len]
-    probs = logits.float().softmax(-1)  # the mask token counts here, though it is never chosen
-    pred_ids = without_mask(logits, mask_id).argmax(-1)
-    return pred_ids, probs.gather(-1, pred_ids[..., None])[..., 0]
 
 
 def nucleus(logits, temperature, top_p):

@@ -210,12 +210,15 @@ def training_loss(model, inputs, cfg):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def readout(logits, input_ids, mask_id, vocab_len):
-    """What a round reads of each row of a forward; runs in the decoder's graph. logits (B, T, V), input_ids (B, T)
+Reading = collections.namedtuple("Reading", "logits draft_ids draft_probs next_probs")
 
-    Returns logits (B, T, vocab_len), and (B, T) each: the greedy draft of a mask and its confidence (unshifted), and
-    the probability of the token that stands behind the row in the buffer (shifted). Probabilities are float32, at
-    temperature 1 and with the mask token in  [code]; the mask token is never an output.
+
+def readout(logits, input_ids, mask_id, vocab_len):
+    """What a round reads of each row, in the decoder's graph. logits (B, T, V), input_ids (B, T) -> a Reading's fields
+
+    logits (B, T, vocab_len); (B, T) each: the greedy draft of a mask and its confidence (unshifted), the probability of
+    the token behind the row in the buffer (shifted). Probabilities are float32, at temperature 1, the mask token among
+    them  [code]; it is never an output.
     """
     logits = logits[..., :vocab_len]
     probs = logits.float().softmax(-1)
@@ -269,17 +272,15 @@ def complete_rows(decoder, token_ids, good, position_ids, cfg):
         mask = dense(completion_rows(kv_cache.cache_len, k, start), 1, m * n, kv_cache.cache_len + m * k)
         write_idx = kv_cache.scratch_idx(m * k).view(m, k)[:, start:].flatten()
         read = readout, cfg.mask_id, cfg.vocab_len
-        _, draft_ids, _, next_probs = decoder(
-            ids.reshape(1, -1), position_ids[:m, start:].reshape(1, -1), mask, write_idx, read=read
-        )
-        return draft_ids[0], next_probs[0]
+        ids, positions = ids.reshape(1, -1), position_ids[:m, start:].reshape(1, -1)
+        return Reading(*decoder(ids, positions, mask, write_idx, read=read))
 
     while not good.all():
         # predict: a mask wherever a token is not good yet, read unshifted, greedy whatever the temperature  [code]
-        pred_ids = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:])[0].cpu().view(-1, k - start)
+        pred_ids = forward(token_ids.masked_fill(~good, cfg.mask_id)[:, start:]).draft_ids.cpu().view(-1, k - start)
         token_ids[:, start:] = torch.where(good[:, start:], token_ids[:, start:], pred_ids)
         # verify: good stays good, and each unfinished row gains at least the token behind its good prefix
-        sure = good_drafts(forward(token_ids[:, start:])[1], k - start, cfg)
+        sure = good_drafts(forward(token_ids[:, start:]).next_probs, k - start, cfg)
         forced = F.pad(good[:, start:-1], (1, 0), value=True)
         good[:, start:] = (forced | sure).cummin(dim=1).values
         found = ((token_ids == cfg.eos_id) & good)[:, start:].any(dim=1).nonzero()
@@ -329,7 +330,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         positions, n = torch.cat([positions.flatten(), masked.flatten()]), len(ids)
         mask = dense(causal(kv_cache.cache_len), 1, n, kv_cache.cache_len + n)
         read = readout, cfg.mask_id, cfg.vocab_len
-        return [x[0] for x in decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n), last=last, read=read)]
+        out = decoder(ids[None], positions[None], mask, kv_cache.scratch_idx(n), last=last, read=read)
+        return Reading(*(x[0] for x in out))
 
     for block_idx in range(cfg.serial_blocks):
         first = P + block_idx * block_len
@@ -341,7 +343,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
                 start = kv_cache.cache_len
                 plan = forward(buffer_ids[start:], buffer_pos[start:], todo, last=todo.numel())
                 kv_cache.commit(len(buffer_ids) - start)  # never the masks
-            draft_ids, conf = to_host(*(propose(plan[0], cfg, generator) if cfg.temperature > 0 else plan[1:3]))
+            drafts = propose(plan.logits, cfg, generator) if cfg.temperature > 0 else (plan.draft_ids, plan.draft_probs)
+            draft_ids, conf = to_host(*drafts)
             # select
             slot_idx = select_slots(conf.view(-1, k), cfg.tau_slot)
             keep = torch.ones(len(todo), dtype=torch.bool).index_fill(0, slot_idx, False)
@@ -349,10 +352,12 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
             # score: all drafts in one sequence, so that a slot sees the drafts of the slots before it
             verdict = forward(draft_ids, slot_pos, todo[keep] if cfg.plan_ahead else todo[:0])
             n_drafts, m = draft_ids.numel(), len(slot_idx)
-            ok = good_drafts(verdict[3][:n_drafts], k, cfg)
+            ok = good_drafts(verdict.next_probs[:n_drafts], k, cfg)
             # commit: the accepted prefix up to EOS, or its whole slots; else complete the slots in parallel
             n_kept, n_slots, eos_row = accept(draft_ids, ok, cfg)
-            plan = [x[n_drafts:] for x in verdict] if cfg.plan_ahead and n_kept == n_drafts else None  # saw what stays
+            plan = None
+            if cfg.plan_ahead and n_kept == n_drafts:  # its masks saw what stays
+                plan = Reading(*(x[n_drafts:] for x in verdict))
             iterations = 0
             if n_kept == 0:
                 good = ok.cummin(dim=1).values
