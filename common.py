@@ -425,6 +425,7 @@ class Decoder:
         hidden = walk(self.backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, **switches)
         return _run(compiled, read_head, self.backbone.lm_head, hidden, row_idx, input_ids, read)
 
+    @torch.no_grad()
     def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True, last=None, read=()):
         self.forwards += count  # False for a call that only prefills the prompt
         return self.replay(input_ids, position_ids, attn_mask, write_idx, last, read)

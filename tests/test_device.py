@@ -227,3 +227,28 @@ def test_what_a_graph_captures_gives_the_same_text(monkeypatch, name):
         assert any(key[3] for decoder in (method, ar) for key in decoder.replay.graphs), "a prefill reads its last rows"
         reads = {key[-1][:1] for key in method.replay.graphs}
         assert reads and (() not in reads or temperature > 0), "greedy decoding reads no logits outside the graph"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_gpu_writes_the_texts_of_the_cpu(name):
+    """Compiled layers, captured graphs, a training step on flex_attention: float32, random weights."""
+    script, results, losses = importlib.import_module(name), [], []
+    for where in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model, cfg = random_model(script, "tiny", torch.float32, device="cpu", dtype="float32", max_new_tokens=16)
+        cfg.device, cfg.compile = where, where == "cuda"
+        if name == "orthrus":
+            cfg.merged = 2
+        model, prompt_ids = model.to(where).train(False), torch.arange(2, 23, device=where)[None]
+        prepare(getattr(model, "backbone", model))
+        for _, run in script.decoders(cfg):
+            decoder = script.new_decoder(model, 21, cfg)
+            for _ in range(2):  # captured, then replayed
+                ids, record = run(model, prompt_ids, cfg, decoder, torch.Generator().manual_seed(1))
+                results.append((ids.tolist(), record["forwards"], record["fixed_round"]))
+        model, inputs, cfg, loss_of = setup(script, "tiny", 128, 2, where)
+        losses.append(loss_of(model, inputs, cfg)[0].item())
+    half = len(results) // 2
+    assert results[:half] == results[half:] and losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert not kernels.refused("torch.compile") and not kernels.refused("flex_attention")

@@ -5,19 +5,25 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import POOL, ROOT, TMP
 from safetensors.torch import load_file
 from test_frame import SCRIPTS, short
 
 WORKER = str(ROOT / "tests" / "distributed_worker.py")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Losses and folders of all scripts: one process with 4 rows a step, two processes with 2 rows each."""
-    folder, results = tmp_path_factory.mktemp("ranks"), {}
+def start():
+    """One process with 4 rows a step, two processes with 2 rows each; see conftest."""
+    return POOL.submit(train_in, Path(tempfile.mkdtemp(dir=TMP.name)))
+
+
+def train_in(folder):
+    """(folder, {world: (losses, figures)}) of all scripts."""
+    results = {}
     for world in (1, 2):
         words = []
         for name in SCRIPTS:
@@ -33,6 +39,11 @@ def runs(tmp_path_factory):
         reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"method"')]
         results[world] = json.loads(target.read_text()), {report["method"]: report["rows"] for report in reports}
     return folder, results
+
+
+@pytest.fixture
+def runs(started):
+    return started.result()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

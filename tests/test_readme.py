@@ -1,37 +1,39 @@
-"""What the README shows works: its recipes alone with the files they name, its commands, its line counts, its functions."""
+"""What the README shows works: its recipes alone with the files they name, its flags, line counts and functions."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import POOL, ROOT
 
 README = (ROOT / "README.md").read_text()
 RECIPES = re.findall(r"```python\n(# files: ([^\n]+)\n.*?)```", README, re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Every recipe in a process and a folder of its own, with the files it names and nothing else; all at once."""
-    started = []
-    for code, files in RECIPES:
-        folder = tmp_path_factory.mktemp("recipe")
+def start():
+    """Every recipe in a process and a folder of its own, with the files it names and nothing else; see conftest."""
+    return [POOL.submit(run_alone, *recipe) for recipe in RECIPES]
+
+
+def run_alone(code, files):
+    with tempfile.TemporaryDirectory() as folder:
         for file in files.split():
             shutil.copy(ROOT / file, folder)
-        (folder / "recipe.py").write_text(code)
-        command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); import recipe"]
-        started.append(
-            subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=folder)
-        )
-    return started
+        Path(folder, "recipe.py").write_text(code)
+        command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {folder!r}); import recipe"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
 
 
 @pytest.mark.parametrize("number", range(len(RECIPES)), ids=[files.split()[0] for _, files in RECIPES])
-def test_a_recipe_runs_alone_with_the_files_it_names(runs, number):
-    _, err = runs[number].communicate(timeout=120)
-    assert runs[number].returncode == 0, err[-2000:]
+def test_a_recipe_runs_alone_with_the_files_it_names(started, number):
+    done = started[number].result()
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_there_are_recipes():
@@ -59,7 +61,9 @@ def test_every_flag_shown_exists():
 
 def test_every_function_named_in_the_maps_exists():
     section = README[README.index("## Reading beside the papers") : README.index("## To copy")]
-    for block in re.split(r"^### ", section, flags=re.MULTILINE)[1:]:
+    blocks = re.split(r"^(?=\*\*.*\*\*, `\w+\.py`)", section, flags=re.MULTILINE)[1:]
+    assert len(blocks) == 5
+    for block in blocks:
         name = re.search(r"`(\w+)\.py`", block).group(1)
         sources = "".join((ROOT / f"{file}.py").read_text() for file in (name, "common", "kernels"))
         for function in re.findall(r"-> (.+)", block):
