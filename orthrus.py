@@ -705,10 +705,11 @@ def read_problems(cfg):
             messages = row["messages"] if "messages" in row else [
                 {"role": role, "content": row[name]} for role, name in zip(("user", "assistant"), names)]  # fmt: skip
             if messages:
-                assert messages[-1]["role"] == "assistant"
+                if messages[-1]["role"] != "assistant":
+                    raise ValueError
                 [m[key].encode() for m in messages for key in ("role", "content")]  # text, or one of the errors below
                 problems.append((messages[:-1], messages[-1]["content"]))
-        except (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError):
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt/response, question/answer, "
                              "query/response or messages that end with the assistant's") from None  # fmt: skip
     if not problems:
@@ -938,15 +939,16 @@ def trace(tokenizer, ids, record):
     return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
 
 
-def show_trace(rounds):
-    """One line a round; on a terminal coloured by the round that fixed a token, struck through where a draft fell."""
+def show_trace(rounds, seconds):
+    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
     for number, row in enumerate(rounds, 1):
         if sys.stdout.isatty():
+            time.sleep(seconds / len(rounds))
             paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
             words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
         else:
             words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"))
+        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
 
 
 def trace_svg(rounds):
@@ -975,14 +977,15 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         clock = time.time()
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
-        seconds += time.time() - clock
+        lap = time.time() - clock
+        seconds += lap
         forwards += record["forwards"]
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record))
+                show_trace(trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
                 Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
     if world > 1:

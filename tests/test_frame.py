@@ -370,10 +370,13 @@ def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(script, c
             return "<&\n"[ids[0] - 9] if ids[0] >= 9 else chr(97 + ids[0])
 
     rounds = script.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
-    script.show_trace(rounds)
-    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b~<~", "  round   2 | ab&"]
+    pauses = []
+    monkeypatch.setattr(script.time, "sleep", pauses.append)
+    script.show_trace(rounds, 3)
+    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b~<~", "  round   2 | ab&"] and not pauses
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    script.show_trace(rounds)
+    script.show_trace(rounds, 3)
+    assert pauses == [1.5, 1.5]
     assert capsys.readouterr().out.splitlines()[0] == "  round   1 | ·\033[31mb\033[0m\033[9;31m<\033[0m"
     picture = ElementTree.fromstring(script.trace_svg(rounds))
     texts = ["".join(line.itertext()) for line in picture]
