@@ -177,26 +177,6 @@ class Pair(nn.Module):
         return self
 
 
-def link_vocabularies(tokenizer, aux_tokenizer, cfg):
-    """What Pair wants to know of two tokenizers. Raises ValueError, one line, for a pair that does not fit.
-
-    Vs: so many leading ids are the same token in both. Both models' logits are cut there, before the softmax, which
-    drops the mask of the one and the tags of the other, whose ids may collide, and rows that one of them lacks.  [ours]
-    """
-    ours, theirs = (t.convert_ids_to_tokens(list(range(len(t)))) for t in (tokenizer, aux_tokenizer))
-    vocab_len = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-    # tokens added to a vocabulary (mask, tags) may differ, its text may not; a mask may be its last entry
-    if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
-        raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
-    known, tags = aux_tokenizer.get_vocab(), cfg.tags.split()
-    if missing := [tag for tag in tags if tag not in known]:
-        raise ValueError(f"it has no token {missing[0]}: name two of its own with --tags")
-    think_id, end_think_id = (known[tag] for tag in tags)
-    turn_end = tokenizer.get_vocab().get("<|im_end|>", cfg.eos_id)
-    return dict(vocab_len=vocab_len, think_id=think_id, end_think_id=end_think_id,
-                turn_end_id=turn_end if turn_end < vocab_len and turn_end != cfg.eos_id else None)  # fmt: skip
-
-
 def shared_logits(logits, banned):
     """Logits over what both models can say: the first Vs columns, float32, banned ids at -inf.  (.., V) -> (.., Vs)"""
     return logits[..., : len(banned)].float().masked_fill(banned, -torch.inf)
@@ -592,6 +572,26 @@ def load_tokenizer(name):
     """A Hugging Face tokenizer; Dream's is Qwen2's, under a name of its own."""
     is_dream = PretrainedConfig.get_config_dict(name)[0].get("model_type") == "Dream"
     return (Qwen2Tokenizer if is_dream else AutoTokenizer).from_pretrained(name, trust_remote_code=False)
+
+
+def link_vocabularies(tokenizer, aux_tokenizer, cfg):
+    """What Pair wants to know of two tokenizers. Raises ValueError, one line, for a pair that does not fit.
+
+    Vs: so many leading ids are the same token in both. Both models' logits are cut there, before the softmax, which
+    drops the mask of the one and the tags of the other, whose ids may collide, and rows that one of them lacks.  [ours]
+    """
+    ours, theirs = (t.convert_ids_to_tokens(list(range(len(t)))) for t in (tokenizer, aux_tokenizer))
+    vocab_len = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    # tokens added to a vocabulary (mask, tags) may differ, its text may not; a mask may be its last entry
+    if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
+        raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
+    known, tags = aux_tokenizer.get_vocab(), cfg.tags.split()
+    if missing := [tag for tag in tags if tag not in known]:
+        raise ValueError(f"it has no token {missing[0]}: name two of its own with --tags")
+    think_id, end_think_id = (known[tag] for tag in tags)
+    turn_end = tokenizer.get_vocab().get("<|im_end|>", cfg.eos_id)
+    return dict(vocab_len=vocab_len, think_id=think_id, end_think_id=end_think_id,
+                turn_end_id=turn_end if turn_end < vocab_len and turn_end != cfg.eos_id else None)  # fmt: skip
 
 
 def load_aux(name, cfg, dtype):

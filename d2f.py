@@ -348,10 +348,10 @@ def select(conf, rank, block_idx, is_full, cfg):
     conf, rank (n,) of the masked positions; block_idx (n,) their blocks; is_full: a bool for each block.
     """
     accept = conf > cfg.tau_conf
-    for b in block_idx.unique().tolist():
-        own = (block_idx == b).nonzero()[:, 0]
+    for b in {*block_idx.tolist()}:
+        own = block_idx == b
         if is_full[b] and not accept[own].any():
-            accept[own[rank[own].argmax()]] = True
+            accept[rank.masked_fill(~own, -torch.inf).argmax()] = True
     return accept
 
 
