@@ -146,7 +146,7 @@ class GraphReplay:
     bucket.
     """
 
-    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 1024, 512
+    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 1024, 256
 
     def __init__(self, forward, trash_idx, max_key, device="cpu", pad=None, capture=None):
         on_gpu = torch.device(device).type == "cuda"
@@ -197,6 +197,7 @@ class GraphReplay:
             torch.full((T,), self.trash_idx, device=device),
             torch.zeros(n, dtype=torch.int64, device=device) if n else None,
         )
+        torch._dynamo.maybe_mark_dynamic(static[2], 3)  # one compilation for all S
         if not self.capture:
             return static, None, None
         side = torch.cuda.Stream()

@@ -368,6 +368,28 @@ def test_padding_to_buckets_changes_nothing():
     assert sorted(bucket[1] for bucket in padded.replay.graphs) == [1, 4, 8, 16]  # each made once
 
 
+def test_layers_are_compiled_once_for_all_lengths_of_the_cache(monkeypatch):
+    lm, counters = tiny(), {}
+    for function in (common.decoder_layer, common.read_head):
+        counters[function] = torch._dynamo.testing.CompileCounter()
+        traced = torch.compile(function, fullgraph=True, dynamic=False, backend=counters[function])
+        monkeypatch.setitem(common._compiled, function, traced)
+    plain, padded = Decoder(lm, 600, compiled=False), Decoder(lm, 600, compiled=True)
+    padded.replay.pad, padded.replay.KEY = True, 64
+    input_ids, positions = ids_and_positions(B=1, T=600)
+    start = 0
+    for T in (100, 3, 4, 110, 4, 120, 3, 4, 70, 4):
+        here, outs = slice(start, start + T), []
+        for decoder in (plain, padded):
+            given = dense(causal(start), 1, T, start + T), decoder.kv_cache.scratch_idx(T)
+            outs.append(decoder(input_ids[:, here], positions[:, here], *given, read=(top_two, 0))[0].clone())
+            decoder.kv_cache.commit(T)
+        assert (outs[0] - outs[1]).abs().max() < 1e-5
+        start += T
+    assert len(padded.replay.graphs) > 6
+    assert [counter.frame_count for counter in counters.values()] == [2, 2], "4 and 128 queries"
+
+
 def top_two(logits, input_ids, shift):
     return logits.topk(2).values, input_ids + shift
 
