@@ -375,8 +375,7 @@ def test_theorem_3_2(case):
     axes = range(L // B)
     tc0 = sum(
         sum(
-            entropy(q0.reshape([V] * L).sum(axis=tuple(j for j in range(L) if j != k)))
-            for k in range(i * B, i * B + B)
+            entropy(q0.reshape([V] * L).sum(axis=tuple(j for j in range(L) if j != k))) for k in range(i * B, i * B + B)
         )
         - entropy(grid.sum(axis=tuple(j for j in axes if j != i)))
         for i in axes

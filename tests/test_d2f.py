@@ -162,9 +162,7 @@ def decode_config(case):
 
 @pytest.mark.parametrize("case", CASES["decode"], ids=case_ids(CASES["decode"]))
 def test_decode(case):
-    seq_ids, record = d2f.generate(
-        student(case["backbone"]), torch.tensor([case["prompt_ids"]]), decode_config(case)
-    )
+    seq_ids, record = d2f.generate(student(case["backbone"]), torch.tensor([case["prompt_ids"]]), decode_config(case))
     assert seq_ids[0].tolist() == case["prompt_ids"] + case["output_ids"]
     assert record["forwards"] == case["n_forwards"] == len(record["passes"])
     assert record["passes"] == case["trace"]
@@ -307,7 +305,7 @@ def test_passes_add_up(case):
     for turn, one in enumerate(record["passes"]):
         assert one["cache_len"] == cached
         committed = range(cached - P, cached - P + one["n_commit"])
-        assert (one["n_commit"] == P if turn == 0 else one["n_commit"] % B == 0)
+        assert one["n_commit"] == P if turn == 0 else one["n_commit"] % B == 0
         assert all(i in response for i in committed if i >= 0), "a mask was committed"
         cached += one["n_commit"]
         assert (one["n_input"] + one["cache_len"] - P) % B == 0

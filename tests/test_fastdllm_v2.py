@@ -471,7 +471,7 @@ def test_the_budget_counts_blocks_but_the_command_line_counts_tokens(random_mode
             cfg = settings(max_new_tokens=wanted)
             made = generate(random_model, prompt(P), cfg)[0].shape[1] - P
             assert made == max(P // 8 * 8 + wanted // 8 * 8 + 1 - P, 0)
-            (_, run), = fastdllm_v2.decoders(cfg)
+            ((_, run),) = fastdllm_v2.decoders(cfg)
             ids = run(random_model, prompt(P), cfg, fastdllm_v2.new_decoder(random_model, P, cfg))[0]
             assert wanted <= ids.shape[1] - P <= wanted + 8
             assert len(fastdllm_v2.trim(ids[0, P:], cfg)) == wanted
