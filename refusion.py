@@ -383,7 +383,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     order = buffer_pos.argsort()
     rounds = torch.tensor([-1] * P + fixed_round)[order][P:].tolist()
     record = dict(forwards=decoder.forwards, rounds=len(ratios), fixed_round=rounds, rejected=rejected,
-                  tpf_mean_of_ratios=sum(ratios) / len(ratios), buffer_ids=buffer_ids, buffer_pos=buffer_pos)  # fmt: skip
+                  buffer_ids=buffer_ids, buffer_pos=buffer_pos,
+                  tpf_mean_of_ratios=sum(ratios) / len(ratios))  # fmt: skip
     return buffer_ids[order][None].to(prompt_ids.device), record
 
 
