@@ -71,7 +71,7 @@ def logits_of(lm, input_ids, position_ids, mask, *args, **kwargs):
     return lm.lm_head(walk(lm, input_ids, position_ids, mask, *args, **kwargs))
 
 
-# ------------------------------------------------------------------------------------------------------------------ walk
+# ----------------------------------------------------------------------------------------------------------------- walk
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -302,7 +302,7 @@ def test_a_refinement_pass_leaves_the_cache_untouched():
 
 
 def test_commit_by_gather_equals_recompute_where_it_is_exact():
-    """Entries that never saw what is thrown away may be gathered: the chosen ones see the committed part and each other."""
+    """Entries that never saw what is thrown away may be gathered: they see the committed part and each other."""
     lm = tiny()
     input_ids, positions = ids_and_positions(B=1)
     decoder = Decoder(lm, 12)
@@ -349,7 +349,7 @@ def test_cache_counts():
 
 
 def test_padding_to_buckets_changes_nothing():
-    """What graph replay does to a call, without a graph: padded queries and keys, spare places for what padding writes."""
+    """What graph replay does to a call, without a graph: padded queries and keys, spare places for padding."""
     lm = tiny()
     input_ids, positions = ids_and_positions(B=1, T=40)
     plain, padded = Decoder(lm, 48), Decoder(lm, 48)
@@ -498,7 +498,7 @@ def test_a_read_only_context_equals_one_sequence():
     assert (out - logits_of(lm, input_ids, positions, dense(causal(), 1, 9, 9))[:, 5:]).abs().max() < 1e-5
 
 
-# --------------------------------------------------------------------------------------------------- masks and attention
+# -------------------------------------------------------------------------------------------------- masks and attention
 
 
 def all_masks(device="cpu"):

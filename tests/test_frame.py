@@ -112,7 +112,7 @@ def test_every_test_that_the_readme_names_exists():
     assert len(named) > 100
 
 
-# --------------------------------------------------------------------------------------------------- training and resume
+# -------------------------------------------------------------------------------------------------- training and resume
 
 
 def weights(folder):
@@ -390,7 +390,7 @@ def test_trim_ends_at_the_first_eos_or_the_budget(script):
         assert script.trim(torch.tensor(ids), cfg) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------------ data
+# ----------------------------------------------------------------------------------------------------------------- data
 
 ROWS = {
     "prompt/response": {"prompt": "Tom has 3 red", "response": " 3+4=7."},
@@ -435,7 +435,7 @@ def test_encode_takes_plain_and_chat_tokenizers(script):
 
 
 def test_padding_mask_and_eos_tokens(script, tmp_path):
-    """A backbone without a mask token gets a spare row if there is one, else a new one; the head stays tied; saved and reloaded."""
+    """A backbone without a mask token gets a spare row if there is one, else a new one; the head stays tied."""
     from transformers import Qwen3ForCausalLM
 
     for spare, name in ((0, "full"), (5, "spare")):
@@ -457,7 +457,7 @@ def test_padding_mask_and_eos_tokens(script, tmp_path):
         assert loaded.config.mask_token_id == cfg.mask_id
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 OWN = {  # flags of one method that cannot work

@@ -158,7 +158,7 @@ def test_training_step_equals_the_published_implementation(model, case):
         assert got[name] == pytest.approx(value, abs=1e-5), key
 
 
-# ----------------------------------------------------------------------------------------------------- decoding invariants
+# -------------------------------------------------------------------------------------------------- decoding invariants
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_more_than_one_prompt_is_refused(random_model):
         generate(random_model, PROMPT[:, :0], settings())
 
 
-# ----------------------------------------------------------------------------------------------------- training invariants
+# -------------------------------------------------------------------------------------------------- training invariants
 
 
 def random_batch(seed, rows=4, longest=30):
@@ -406,7 +406,7 @@ def test_padding_and_its_content_change_nothing(random_model):
 
 
 def test_denoising_loss_is_unbiased(random_model):
-    """Mean over draws of L_MDM at fixed p = 1/A sum over tokens of the mean loss of that token given that it is masked."""
+    """Mean over draws of L_MDM at fixed p = 1/A sum over tokens of its mean loss, given that it is masked."""
     batch, p, K = [{"prompt_ids": [1, 2], "answer_ids": [5, 6, 7, 8, 9, 37]}], 0.4, 3
     cfg = settings(eos_id=37)
     mean, per_slot = 0.0, [[0.0, 0.0] for _ in range(K)]
@@ -464,7 +464,7 @@ def test_overfits_one_batch(random_model):
     assert loss.item() < 0.05
 
 
-# ---------------------------------------------------------------------------------------------------- the released layout
+# -------------------------------------------------------------------------------------------------- the released layout
 
 
 def test_the_released_layout_loads_without_remote_code(tmp_path):
