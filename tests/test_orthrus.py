@@ -417,8 +417,9 @@ def test_one_set_of_decoders_serves_many_prompts_and_seeds_do_not_matter_when_gr
 
 def test_padded_and_compiled_forwards_give_the_same_text(monkeypatch):
     """What CUDA graphs replay: queries padded to a bucket, one graph a layer and view; here traced, not captured."""
-    compiled = torch.compile(common.decoder_layer, fullgraph=True, dynamic=False, backend="eager")
-    monkeypatch.setitem(common._compiled, common.decoder_layer, compiled)
+    for function in (common.decoder_layer, common.read_head):
+        traced = torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+        monkeypatch.setitem(common._compiled, function, traced)
     model, cfg = random_view(attach(backbone("qwen3"), {}), 6), settings(block_size=4, merged=2, compile=True)
     views = new_decoder(model, 5, cfg)
     for view in views[:3]:
