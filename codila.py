@@ -23,7 +23,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import html
 import json
 import math
 import os
@@ -59,6 +58,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import common
 from common import Decoder, build_mask, causal, dense, full, generate_ar, prepare, segments, token_nll, walk
 
 METHOD = "codila"
@@ -128,27 +128,6 @@ TEMPLATE = {}  # arguments of the chat template
 def sizes(text):
     """The block sizes of a list like 2,4,8; none of an empty one."""
     return [int(size) for size in text.split(",")] if text else []
-
-
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    choices = dict(mode=MODES, conf=("entropy", "maxprob"), weighting=("count", "inverse_t", "uniform"))
-    for name, allowed in choices.items():
-        if getattr(cfg, name) not in allowed:
-            raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
-    least = dict(block_size=1, blocks_per_step=1, window=-1, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
-    for name, low in least.items():
-        if getattr(cfg, name) < low:
-            raise ValueError(f"{name} must be at least {low}, not {getattr(cfg, name)}")
-    if not 0 <= cfg.p_partial <= 1:
-        raise ValueError(f"p_partial must lie in [0, 1], not {cfg.p_partial}")
-    if not cfg.dlm_lr > 0 or math.isnan(cfg.tau) or math.isnan(cfg.lam):
-        raise ValueError("dlm_lr must be > 0, tau and lam numbers")
-    for name, text in (("block_sizes", cfg.block_sizes), ("table", cfg.table or "1")):
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-            raise ValueError(f"{name} is a list like 2,4,8, not {text!r}")
-    if len(cfg.tags.split()) != 2:
-        raise ValueError(f"tags are two tokens with a space between them, not {cfg.tags!r}")
 
 
 # --------------------------------------------------------------------------------------------- the two models as a pair
@@ -256,18 +235,6 @@ def draw_noise(batch, cfg, generator):
     return draws
 
 
-def draw_token_noise(batch, cfg, generator):
-    """The same for blocks of one token, each masked with p = t, t stratified over the batch: masked diffusion."""
-    length, n = draw_length(batch, 1, cfg, generator), len(batch)
-    t = 1e-3 + (1 - 1e-3) * (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
-    is_masked, draws = torch.rand(n, length, generator=generator) < t[:, None], []
-    for r, row in enumerate(batch):
-        masked = is_masked[r, len(row["prompt_ids"]) :].tolist()
-        draws.append(dict(block_size=1, length=length, block_masked=masked, known=[[False]] * len(masked),
-                          weight=row_weight("inverse_t", t[r].item(), masked)))  # fmt: skip
-    return draws
-
-
 def make_training_inputs(batch, draws, cfg):
     """Rows with whole blocks masked, and for each masked block its place, its tokens and their weight in the loss.
 
@@ -305,12 +272,6 @@ def read_rows(backbone, inputs, cfg):
     used = (inputs["weights"] > 0).any(-1)
     used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
     return hidden[used.nonzero()[:, :1], (inputs["block_pos"][used] - 1).clamp(min=0)], used
-
-
-def dlm_loss(model, inputs, cfg):
-    """The masked-diffusion bound of a backbone, over blocks of one token. Returns (loss, logs)."""
-    hidden, used = read_rows(model, inputs, cfg)
-    return (inputs["weights"][used] * token_nll(model, hidden, inputs["block_ids"][used])).sum(), {}
 
 
 def block_nll(model, inputs, cfg):
@@ -556,7 +517,49 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
     return ids[None].to(prompt_ids.device), record
 
 
+# ------------------------------------------------------------------- an AR backbone becomes a masked diffusion LM first
+
+
+def draw_token_noise(batch, cfg, generator):
+    """The same for blocks of one token, each masked with p = t, t stratified over the batch: masked diffusion."""
+    length, n = draw_length(batch, 1, cfg, generator), len(batch)
+    t = 1e-3 + (1 - 1e-3) * (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
+    is_masked, draws = torch.rand(n, length, generator=generator) < t[:, None], []
+    for r, row in enumerate(batch):
+        masked = is_masked[r, len(row["prompt_ids"]) :].tolist()
+        draws.append(dict(block_size=1, length=length, block_masked=masked, known=[[False]] * len(masked),
+                          weight=row_weight("inverse_t", t[r].item(), masked)))  # fmt: skip
+    return draws
+
+
+def dlm_loss(model, inputs, cfg):
+    """The masked-diffusion bound of a backbone, over blocks of one token. Returns (loss, logs)."""
+    hidden, used = read_rows(model, inputs, cfg)
+    return (inputs["weights"][used] * token_nll(model, hidden, inputs["block_ids"][used])).sum(), {}
+
+
 # -------------------------------------------------------------------------------------- what the frame asks of a script
+
+
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    choices = dict(mode=MODES, conf=("entropy", "maxprob"), weighting=("count", "inverse_t", "uniform"))
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
+    least = dict(block_size=1, blocks_per_step=1, window=-1, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
+    for name, low in least.items():
+        if getattr(cfg, name) < low:
+            raise ValueError(f"{name} must be at least {low}, not {getattr(cfg, name)}")
+    if not 0 <= cfg.p_partial <= 1:
+        raise ValueError(f"p_partial must lie in [0, 1], not {cfg.p_partial}")
+    if not cfg.dlm_lr > 0 or math.isnan(cfg.tau) or math.isnan(cfg.lam):
+        raise ValueError("dlm_lr must be > 0, tau and lam numbers")
+    for name, text in (("block_sizes", cfg.block_sizes), ("table", cfg.table or "1")):
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+            raise ValueError(f"{name} is a list like 2,4,8, not {text!r}")
+    if len(cfg.tags.split()) != 2:
+        raise ValueError(f"tags are two tokens with a space between them, not {cfg.tags!r}")
 
 
 def load_backbone(name, dtype):
@@ -565,7 +568,7 @@ def load_backbone(name, dtype):
     if fields.get("model_type") == "Dream":
         remote = ("auto_map", "architectures", "model_type")
         keys["config"] = Qwen2Config(**{key: value for key, value in fields.items() if key not in remote})
-    return complete(AutoModelForCausalLM.from_pretrained(name, **keys, **SAFE))
+    return common.from_pretrained(AutoModelForCausalLM, name, **keys)
 
 
 def load_tokenizer(name):
@@ -671,7 +674,7 @@ def stages(cfg):
     """The stages of training: a plain AR model of the data, its adaptation to masked diffusion, the local AR model."""
     dlm_steps = cfg.steps if cfg.dlm_steps < 0 else cfg.dlm_steps
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, None, make_ar_inputs, ar_loss),
         Stage("dlm", dlm_steps, cfg.dlm_lr, pack, draw_token_noise, make_training_inputs, dlm_loss),
         Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
     ]
@@ -785,10 +788,6 @@ def keep_short(rows, cfg):
     return short
 
 
-def no_draws(batch, cfg, generator):
-    """Plain AR has no noise."""
-
-
 def make_ar_inputs(batch, draws, cfg):
     """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
     T = padded_len(batch, cfg)
@@ -812,13 +811,10 @@ def tiny_backbone(cfg):
     pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
     words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
     vocab = {word: i for i, word in enumerate(special + words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
-        "normalizer": None,
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
@@ -873,21 +869,6 @@ def load(name, cfg, training):
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
-
-
-# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
-SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-
-
-def complete(loaded):
-    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
-    model, info = loaded
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
-    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
 
 
 def read_problems(cfg):
@@ -949,11 +930,6 @@ def write_folder(out, write, last="model.safetensors"):
         shutil.rmtree(tmp)
     else:
         tmp.rename(out)
-
-
-def save_plain(backbone, tokenizer, folder):
-    """A Hugging Face folder and nothing else."""
-    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
@@ -1050,7 +1026,7 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
             batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
             for part in range(rank, parts, world):
                 micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
@@ -1112,57 +1088,13 @@ def train(cfg, resume):
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar" and ranks(cfg)[0] == 0:
-            save_plain(model, tokenizer, f"{cfg.out}/ar")
+            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def trim(ids, cfg):
     """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
     ids = ids.tolist()[: cfg.max_new_tokens]
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
-
-
-def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
-
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
-    """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
-    fixed = record["fixed_round"][: len(ids)]
-
-    def entry(turn, i):
-        if fixed[i] <= turn:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
-
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
-
-
-def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
-    for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
-            time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
-        for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -1184,9 +1116,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record), lap)
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))

@@ -13,6 +13,10 @@ Walk       embed, layers, norm of a Hugging Face causal LM, with the mask, the p
 Shapes: B batch, T tokens in this forward, S keys seen, H query heads, G key/value heads, D head dim, V vocabulary.
 """
 
+import html
+import re
+import sys
+import time
 import types
 
 import torch
@@ -185,6 +189,22 @@ def check_config(config):
         raise ValueError(f"RoPE type {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
     if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("RoPE on a part of each head (partial_rotary_factor) is not supported")
+
+
+def from_pretrained(cls, name, **settings):
+    """cls.from_pretrained(name, **settings), from safetensors and without remote code.
+
+    Raises ValueError unless the file held every weight, in its shape, and no layer more: the library only warns, and
+    fills gaps with random numbers.
+    """
+    strict = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
+    model, info = cls.from_pretrained(name, **settings, **strict)
+    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
+    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
+        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
+    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
+    return model
 
 
 def prepare(backbone):
@@ -510,6 +530,50 @@ def drawings():
             draw(merged_views(3, 3, 2, torch.tensor([0, 2])), 7, 10, "a0 a1 a2 g0 g0 g2 g2".split(), "cccaaa0022"),
         ),
     ]
+
+
+def trace(tokenizer, ids, record):
+    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
+
+    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
+    """
+    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
+    fixed = record["fixed_round"][: len(ids)]
+
+    def entry(turn, i):
+        if fixed[i] <= turn:
+            return tokenizer.decode([ids[i]]), fixed[i], False
+        draft = rejected.get((turn, i))
+        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
+
+    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
+
+
+def show_trace(rounds, seconds):
+    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
+    for number, row in enumerate(rounds, 1):
+        if sys.stdout.isatty():
+            time.sleep(seconds / len(rounds))
+            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
+            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
+        else:
+            words = [f"~{text}~" if struck else text for text, n, struck in row]
+        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
+
+
+def trace_svg(rounds):
+    """The same as one self-contained picture (text of an SVG file)."""
+    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
+    for number, row in enumerate(rounds, 1):
+        spans = ""
+        for text, n, struck in row:
+            line = 'text-decoration="line-through"' if struck else ""
+            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
+        spans = spans.replace("\n", "⏎")
+        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
+        width = max(width, 12 + sum(len(text) for text, _, _ in row))
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

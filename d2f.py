@@ -22,7 +22,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import html
 import json
 import math
 import os
@@ -58,6 +57,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
+import common
 from common import (
     Decoder,
     block_causal,
@@ -137,24 +137,6 @@ TINY = dict(steps=250, ar_steps=650, adapt_steps=900, batch_size=32, lr=3e-3, ar
             lr_floor=0.0, beta2=0.98, weight_decay=0.0, max_len=41, max_new_tokens=24, block_size=8,
             decode_block_size=8, p_max=1.0, lora_dropout=0.0)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template
-
-
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    for name, low in (("tau_add", 0), ("tau_act", 0), ("tau_conf", -1)):  # tau_act > 1 would stall, tau_add never start
-        if not low <= getattr(cfg, name) <= 1:
-            raise ValueError(f"{name} must lie in [{low}, 1], not {getattr(cfg, name)}")
-    if min(cfg.block_size, cfg.decode_block_size, cfg.lora_rank) < 1 or cfg.top_k < 0:
-        raise ValueError("block_size, decode_block_size and lora_rank must be at least 1, top_k at least 0")
-    if not (0 < cfg.p_min <= cfg.p_max <= 1 and 0 <= cfg.lora_dropout < 1):
-        raise ValueError("mask ratios need 0 < p_min <= p_max <= 1, lora_dropout must lie in [0, 1)")
-    if cfg.adapt_lr <= 0 or cfg.adapt_steps < 0:
-        raise ValueError("adapt_lr must be positive, adapt_steps at least 0")
-    choices = dict(schedule="monotone random", objective="soft reverse hard", long_rows="drop cut",
-                   sampling_strategy="default margin_confidence neg_entropy")  # fmt: skip
-    for name, words in choices.items():
-        if getattr(cfg, name) not in words.split():
-            raise ValueError(f"{name} is one of {words}, not {getattr(cfg, name)!r}")
 
 
 # ------------------------------------------------------------------------------------------------------- training step
@@ -271,33 +253,6 @@ def training_loss(model, inputs, cfg):
     hidden = walk(model, input_ids, positions, attn_mask, project=adapted, checkpointing=cfg.checkpointing)
     loss = (inputs["weights"] * token_distances(model, hidden, teacher_hidden, labels, cfg)).sum()
     return loss, {"masked": round(inputs["is_masked"].float().mean().item(), 2)}
-
-
-# ------------------------------------------------------------------- an AR backbone becomes a masked diffusion LM first
-
-
-def draw_adapt_noise(batch, cfg, generator):
-    """u_row (B,), spread evenly over [0, 1) from one draw, and u_token (B, L)."""
-    B, L = len(batch), len(batch[0]["prompt_ids"]) + len(batch[0]["answer_ids"])
-    u_row = (torch.rand(1, generator=generator) + torch.arange(B) / B) % 1
-    return dict(u_row=u_row, u_token=torch.rand(B, L, generator=generator))
-
-
-def make_adapt_inputs(batch, draws, cfg):
-    """Plain masked diffusion: one mask ratio in [0.001, 1] a row; the loss is the mean over the masked tokens.
-
-    Without the 1/t of the likelihood bound, which learns slower here.  [ours]
-    """
-    t = (1 - 1e-3) * draws["u_row"][:, None] + 1e-3  # (B, 1)
-    return noisy_inputs(batch, t, draws["u_token"], cfg)
-
-
-def adapt_to_diffusion(model, inputs, cfg):
-    """The loss that makes any causal LM a masked diffusion LM with full attention, all weights trained: the teacher."""
-    (B, L), device = inputs["input_ids"].shape, inputs["input_ids"].device
-    positions, attn_mask = torch.arange(L, device=device).expand(B, L), build_mask(full(), 1, L, L, device)
-    hidden = walk(model, inputs["input_ids"], positions, attn_mask, checkpointing=cfg.checkpointing)
-    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
@@ -419,6 +374,33 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         passes.append(dict(cache_len=start, n_input=n, n_commit=n_commit, revealed=[list(pair) for pair in revealed]))
     record = dict(forwards=decoder.forwards, rounds=len(passes), fixed_round=fixed_round, passes=passes)
     return seq_ids[None].to(prompt_ids.device), record
+
+
+# ----------------------------------------- the teacher: an AR backbone made a masked diffusion LM, and its own decoding
+
+
+def draw_adapt_noise(batch, cfg, generator):
+    """u_row (B,), spread evenly over [0, 1) from one draw, and u_token (B, L)."""
+    B, L = len(batch), len(batch[0]["prompt_ids"]) + len(batch[0]["answer_ids"])
+    u_row = (torch.rand(1, generator=generator) + torch.arange(B) / B) % 1
+    return dict(u_row=u_row, u_token=torch.rand(B, L, generator=generator))
+
+
+def make_adapt_inputs(batch, draws, cfg):
+    """Plain masked diffusion: one mask ratio in [0.001, 1] a row; the loss is the mean over the masked tokens.
+
+    Without the 1/t of the likelihood bound, which learns slower here.  [ours]
+    """
+    t = (1 - 1e-3) * draws["u_row"][:, None] + 1e-3  # (B, 1)
+    return noisy_inputs(batch, t, draws["u_token"], cfg)
+
+
+def adapt_to_diffusion(model, inputs, cfg):
+    """The loss that makes any causal LM a masked diffusion LM with full attention, all weights trained: the teacher."""
+    (B, L), device = inputs["input_ids"].shape, inputs["input_ids"].device
+    positions, attn_mask = torch.arange(L, device=device).expand(B, L), build_mask(full(), 1, L, L, device)
+    hidden = walk(model, inputs["input_ids"], positions, attn_mask, checkpointing=cfg.checkpointing)
+    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
 
 
 @torch.no_grad()
@@ -628,6 +610,24 @@ def dream_to_qwen2(raw):
 OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
 
 
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    for name, low in (("tau_add", 0), ("tau_act", 0), ("tau_conf", -1)):  # tau_act > 1 would stall, tau_add never start
+        if not low <= getattr(cfg, name) <= 1:
+            raise ValueError(f"{name} must lie in [{low}, 1], not {getattr(cfg, name)}")
+    if min(cfg.block_size, cfg.decode_block_size, cfg.lora_rank) < 1 or cfg.top_k < 0:
+        raise ValueError("block_size, decode_block_size and lora_rank must be at least 1, top_k at least 0")
+    if not (0 < cfg.p_min <= cfg.p_max <= 1 and 0 <= cfg.lora_dropout < 1):
+        raise ValueError("mask ratios need 0 < p_min <= p_max <= 1, lora_dropout must lie in [0, 1)")
+    if cfg.adapt_lr <= 0 or cfg.adapt_steps < 0:
+        raise ValueError("adapt_lr must be positive, adapt_steps at least 0")
+    choices = dict(schedule="monotone random", objective="soft reverse hard", long_rows="drop cut",
+                   sampling_strategy="default margin_confidence neg_entropy")  # fmt: skip
+    for name, words in choices.items():
+        if getattr(cfg, name) not in words.split():
+            raise ValueError(f"{name} is one of {words}, not {getattr(cfg, name)!r}")
+
+
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; LLaDA comes in Llama's shape, Dream in Qwen2's. Raises ValueError for missing weights.
 
@@ -636,9 +636,9 @@ def load_backbone(name, dtype):
     raw = read_config(name)
     if raw.get("model_type") == "llada":
         config, tensors = llada_to_llama(raw, read_tensors(name))
-        return complete(LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **SAFE))
+        return common.from_pretrained(LlamaForCausalLM, None, config=config, state_dict=tensors, dtype=dtype)
     config = {"config": dream_to_qwen2(raw)} if raw.get("model_type") == "Dream" else {}
-    return complete(AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **config, **SAFE))
+    return common.from_pretrained(AutoModelForCausalLM, name, dtype=dtype, **config)
 
 
 def load_tokenizer(name):
@@ -723,7 +723,7 @@ def stages(cfg):
     is_ready = cfg.teacher or "shifted_logits" in raw or raw.get("model_type") in ("llada", "Dream")
     adapt_steps = 0 if is_ready else cfg.adapt_steps
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, None, make_ar_inputs, ar_loss),
         Stage("adapt", adapt_steps, cfg.adapt_lr, pad_rows, draw_adapt_noise, make_adapt_inputs, adapt_to_diffusion),
         Stage(METHOD, cfg.steps, cfg.lr, pad_rows, draw_noise, make_training_inputs, training_loss),
     ]
@@ -779,10 +779,6 @@ def keep_short(rows, cfg):
     return short
 
 
-def no_draws(batch, cfg, generator):
-    """Plain AR has no noise."""
-
-
 def make_ar_inputs(batch, draws, cfg):
     """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
     T = padded_len(batch, cfg)
@@ -806,13 +802,10 @@ def tiny_backbone(cfg):
     pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
     words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
     vocab = {word: i for i, word in enumerate(special + words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
-        "normalizer": None,
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
@@ -867,21 +860,6 @@ def load(name, cfg, training):
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
-
-
-# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
-SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-
-
-def complete(loaded):
-    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
-    model, info = loaded
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
-    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
 
 
 def read_problems(cfg):
@@ -943,11 +921,6 @@ def write_folder(out, write, last="model.safetensors"):
         shutil.rmtree(tmp)
     else:
         tmp.rename(out)
-
-
-def save_plain(backbone, tokenizer, folder):
-    """A Hugging Face folder and nothing else."""
-    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
@@ -1044,7 +1017,7 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
             batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
             for part in range(rank, parts, world):
                 micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
@@ -1106,57 +1079,13 @@ def train(cfg, resume):
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar" and ranks(cfg)[0] == 0:
-            save_plain(model, tokenizer, f"{cfg.out}/ar")
+            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def trim(ids, cfg):
     """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
     ids = ids.tolist()[: cfg.max_new_tokens]
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
-
-
-def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
-
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
-    """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
-    fixed = record["fixed_round"][: len(ids)]
-
-    def entry(turn, i):
-        if fixed[i] <= turn:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
-
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
-
-
-def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
-    for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
-            time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
-        for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -1178,9 +1107,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record), lap)
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))

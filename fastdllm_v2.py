@@ -21,7 +21,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import html
 import json
 import math
 import os
@@ -54,6 +53,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import common
 from common import Decoder, block_causal, build_mask, causal, dense, generate_ar, noisy_clean, prepare, token_nll, walk
 from kernels import notice, to_host
 
@@ -107,16 +107,6 @@ class Config:
 TINY = dict(steps=300, ar_steps=350, batch_size=48, lr=3e-3, ar_lr=3e-3, warmup=0.02, lr_floor=0.0, beta2=0.95,
             max_len=40, max_new_tokens=32, block_size=8, sub_block_size=4)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template: Qwen2.5's default  [code]
-
-
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    if not 0 <= cfg.tau <= 1:
-        raise ValueError(f"tau must lie in [0, 1], not {cfg.tau}")
-    if cfg.block_size < 1 or cfg.sub_block_size < 1 or cfg.block_size % cfg.sub_block_size:
-        raise ValueError(f"sub_block_size {cfg.sub_block_size} must divide block_size {cfg.block_size}")
-    if cfg.confidence not in ("nucleus", "softmax"):
-        raise ValueError(f"confidence is nucleus or softmax, not {cfg.confidence!r}")
 
 
 # ------------------------------------------------------------------------------------------------------- training step
@@ -372,6 +362,16 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
 OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
 
 
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    if not 0 <= cfg.tau <= 1:
+        raise ValueError(f"tau must lie in [0, 1], not {cfg.tau}")
+    if cfg.block_size < 1 or cfg.sub_block_size < 1 or cfg.block_size % cfg.sub_block_size:
+        raise ValueError(f"sub_block_size {cfg.sub_block_size} must divide block_size {cfg.block_size}")
+    if cfg.confidence not in ("nucleus", "softmax"):
+        raise ValueError(f"confidence is nucleus or softmax, not {cfg.confidence!r}")
+
+
 def load_backbone(name, dtype):
     """A Hugging Face causal LM. The released layout is Qwen2 under another name and is read as such, no remote code."""
     held = Qwen2Config.get_config_dict(name)[0]
@@ -380,7 +380,7 @@ def load_backbone(name, dtype):
         foreign = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version")
         held = {key: value for key, value in held.items() if key not in foreign}
         config["config"] = Qwen2Config(**held | {"pad_token_id": None})  # theirs is EOS, which would get no gradient
-    return complete(AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **config, **SAFE))
+    return common.from_pretrained(AutoModelForCausalLM, name, dtype=dtype, **config)
 
 
 def load_tokenizer(name):
@@ -428,7 +428,7 @@ def stages(cfg):
         return keep_short(rows, cfg)
 
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_packable, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_packable, None, make_ar_inputs, ar_loss),
         Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
     ]
 
@@ -488,10 +488,6 @@ def keep_short(rows, cfg):
     return short
 
 
-def no_draws(batch, cfg, generator):
-    """Plain AR has no noise."""
-
-
 def make_ar_inputs(batch, draws, cfg):
     """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
     T = padded_len(batch, cfg)
@@ -515,13 +511,10 @@ def tiny_backbone(cfg):
     pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
     words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
     vocab = {word: i for i, word in enumerate(special + words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
-        "normalizer": None,
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
@@ -576,21 +569,6 @@ def load(name, cfg, training):
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
-
-
-# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
-SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-
-
-def complete(loaded):
-    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
-    model, info = loaded
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
-    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
 
 
 def read_problems(cfg):
@@ -652,11 +630,6 @@ def write_folder(out, write, last="model.safetensors"):
         shutil.rmtree(tmp)
     else:
         tmp.rename(out)
-
-
-def save_plain(backbone, tokenizer, folder):
-    """A Hugging Face folder and nothing else."""
-    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
@@ -753,7 +726,7 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
             batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
             for part in range(rank, parts, world):
                 micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
@@ -815,57 +788,13 @@ def train(cfg, resume):
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar" and ranks(cfg)[0] == 0:
-            save_plain(model, tokenizer, f"{cfg.out}/ar")
+            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def trim(ids, cfg):
     """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
     ids = ids.tolist()[: cfg.max_new_tokens]
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
-
-
-def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
-
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
-    """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
-    fixed = record["fixed_round"][: len(ids)]
-
-    def entry(turn, i):
-        if fixed[i] <= turn:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
-
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
-
-
-def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
-    for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
-            time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
-        for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -887,9 +816,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record), lap)
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))

@@ -22,7 +22,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import html
 import json
 import math
 import os
@@ -55,6 +54,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
+import common
 from common import (
     Decoder,
     build_mask,
@@ -119,16 +119,6 @@ TINY = dict(steps=400, ar_steps=350, batch_size=64, lr=3e-3, ar_lr=3e-3, warmup=
 TEMPLATE = {"enable_thinking": False}  # arguments of the chat template  [code]
 
 
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    if cfg.block_size == 1 or cfg.block_size < 0:
-        raise ValueError(f"block_size counts the anchor: at least 2 (or 0: the checkpoint's), not {cfg.block_size}")
-    if cfg.loss not in ("kl", "ce"):
-        raise ValueError(f"loss is kl or ce, not {cfg.loss!r}")
-    if cfg.anchors < 1 or cfg.top_k < 0 or cfg.merged < 0:
-        raise ValueError("anchors must be at least 1, top_k and merged at least 0")
-
-
 # ---------------------------------------------------------------------------------------------------- the second view
 
 VIEW = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")  # what a layer has of these is doubled
@@ -156,16 +146,6 @@ def attach(backbone, tensors):
 def diffusion_projection(attn, name, x):
     """For common.walk: the layer's second set. Embedding, layer norms, MLPs and head stay the shared ones."""
     return getattr(attn, f"{name}_diff")(x)
-
-
-def merged_projection(is_group):
-    """Both views in one forward: rows where is_group (rows,) bool is set go through the second set.  [ours]"""
-
-    def project(attn, name, x):
-        rows = is_group[: x.shape[1]].view(1, -1, *[1] * (x.dim() - 2))
-        return torch.where(rows, getattr(attn, f"{name}_diff")(x), getattr(attn, name)(x))
-
-    return project
 
 
 # ------------------------------------------------------------------------------------------------------- training step
@@ -354,31 +334,6 @@ def forward(decoder, ids, mask_mod, cfg, offsets=None):
     return decoder(ids[None], positions[None], mask, decoder.kv_cache.scratch_idx(n))[0, :, : cfg.vocab_len]
 
 
-def likeliest_lengths(logits, count):
-    """The `count` likeliest acceptance lengths by the drafts' confidences. (m, V) -> (<= count,), ascending  [ours]
-
-    P(j) = c_1 .. c_j (1 - c_{j+1}), c_i the probability of draft i and c_{m+1} = 0.
-    """
-    conf = logits.float().softmax(-1).amax(-1).cpu()  # (m,)
-    probs = F.pad(conf.cumprod(0), (1, 0), value=1.0) * F.pad(1 - conf, (0, 1), value=1.0)  # (m+1,)
-    return probs.topk(min(count, len(probs))).indices.sort().values
-
-
-def verify_and_draft(views, ar_ids, group_idx, cfg):
-    """One forward: AR rows ar_ids (n,), and a block [token, mask, ...] on each AR row of group_idx (w,).  [ours]
-
-    If the AR view keeps the drafts up to that row, rows 1 .. K-2 of its block guess what follows the AR view's next
-    token, unseen. Returns (logits of the AR rows (n, V), {AR row: logits (K-2, V)}).
-    """
-    n, w, K = len(ar_ids), len(group_idx), cfg.block_size
-    block_ids = F.pad(ar_ids[group_idx, None], (0, K - 1), value=cfg.mask_id)  # (w, K)
-    offsets = torch.cat([torch.arange(n), (group_idx[:, None] + torch.arange(K)).flatten()])
-    views.is_group.zero_()[n : n + w * K] = True
-    mask_mod = merged_views(views.merged.kv_cache.cache_len, n, K, group_idx)
-    logits = forward(views.merged, torch.cat([ar_ids, block_ids.flatten()]), mask_mod, cfg, offsets)
-    return logits[:n], dict(zip(group_idx.tolist(), logits[n:].view(w, K, -1)[:, 1 : K - 1]))
-
-
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     """Draft a block through the diffusion view, verify it through the AR view, until EOS or max_new_tokens. Batch 1.
@@ -431,11 +386,59 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     return seq_ids[None].to(prompt_ids.device), record
 
 
+# -------------------------------------------------------------------------------- --merged: one forward a cycle  [ours]
+
+
+def merged_projection(is_group):
+    """Both views in one forward: rows where is_group (rows,) bool is set go through the second set.  [ours]"""
+
+    def project(attn, name, x):
+        rows = is_group[: x.shape[1]].view(1, -1, *[1] * (x.dim() - 2))
+        return torch.where(rows, getattr(attn, f"{name}_diff")(x), getattr(attn, name)(x))
+
+    return project
+
+
+def likeliest_lengths(logits, count):
+    """The `count` likeliest acceptance lengths by the drafts' confidences. (m, V) -> (<= count,), ascending  [ours]
+
+    P(j) = c_1 .. c_j (1 - c_{j+1}), c_i the probability of draft i and c_{m+1} = 0.
+    """
+    conf = logits.float().softmax(-1).amax(-1).cpu()  # (m,)
+    probs = F.pad(conf.cumprod(0), (1, 0), value=1.0) * F.pad(1 - conf, (0, 1), value=1.0)  # (m+1,)
+    return probs.topk(min(count, len(probs))).indices.sort().values
+
+
+def verify_and_draft(views, ar_ids, group_idx, cfg):
+    """One forward: AR rows ar_ids (n,), and a block [token, mask, ...] on each AR row of group_idx (w,).  [ours]
+
+    If the AR view keeps the drafts up to that row, rows 1 .. K-2 of its block guess what follows the AR view's next
+    token, unseen. Returns (logits of the AR rows (n, V), {AR row: logits (K-2, V)}).
+    """
+    n, w, K = len(ar_ids), len(group_idx), cfg.block_size
+    block_ids = F.pad(ar_ids[group_idx, None], (0, K - 1), value=cfg.mask_id)  # (w, K)
+    offsets = torch.cat([torch.arange(n), (group_idx[:, None] + torch.arange(K)).flatten()])
+    views.is_group.zero_()[n : n + w * K] = True
+    mask_mod = merged_views(views.merged.kv_cache.cache_len, n, K, group_idx)
+    logits = forward(views.merged, torch.cat([ar_ids, block_ids.flatten()]), mask_mod, cfg, offsets)
+    return logits[:n], dict(zip(group_idx.tolist(), logits[n:].view(w, K, -1)[:, 1 : K - 1]))
+
+
 # -------------------------------------------------------------------------------------- what the frame asks of a script
 
 
 OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
 Views = collections.namedtuple("Views", "ar diffusion merged is_group")  # three Decoders, one cache; see new_decoder
+
+
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    if cfg.block_size == 1 or cfg.block_size < 0:
+        raise ValueError(f"block_size counts the anchor: at least 2 (or 0: the checkpoint's), not {cfg.block_size}")
+    if cfg.loss not in ("kl", "ce"):
+        raise ValueError(f"loss is kl or ce, not {cfg.loss!r}")
+    if cfg.anchors < 1 or cfg.top_k < 0 or cfg.merged < 0:
+        raise ValueError("anchors must be at least 1, top_k and merged at least 0")
 
 
 def read_view(name):
@@ -458,7 +461,7 @@ def load_backbone(name, dtype):
     file = Path(name, "backbone.json")
     source = json.loads(file.read_bytes())["source"] if file.is_file() else None
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # with our block_size and mask_token_id
-    backbone = complete(AutoModelForCausalLM.from_pretrained(source or name, config=config, dtype=dtype, **SAFE))
+    backbone = common.from_pretrained(AutoModelForCausalLM, source or name, config=config, dtype=dtype)
     backbone.source = source or (str(Path(name).resolve()) if Path(name).is_dir() else name)
     backbone.view = read_view(name)
     return backbone
@@ -533,7 +536,7 @@ def new_decoder(model, prompt_len, cfg):
 def stages(cfg):
     """The stages of training, in order: a plain AR model of the data first, if asked for, then the method."""
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, None, make_ar_inputs, ar_loss),
         Stage(METHOD, cfg.steps, cfg.lr, pack_rows, draw_noise, make_training_inputs, training_loss),
     ]
 
@@ -586,10 +589,6 @@ def keep_short(rows, cfg):
     return short
 
 
-def no_draws(batch, cfg, generator):
-    """Plain AR has no noise."""
-
-
 def make_ar_inputs(batch, draws, cfg):
     """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
     T = padded_len(batch, cfg)
@@ -613,13 +612,10 @@ def tiny_backbone(cfg):
     pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
     words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
     vocab = {word: i for i, word in enumerate(special + words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
-        "normalizer": None,
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
@@ -674,21 +670,6 @@ def load(name, cfg, training):
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
-
-
-# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
-SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-
-
-def complete(loaded):
-    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
-    model, info = loaded
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
-    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
 
 
 def read_problems(cfg):
@@ -750,11 +731,6 @@ def write_folder(out, write, last="model.safetensors"):
         shutil.rmtree(tmp)
     else:
         tmp.rename(out)
-
-
-def save_plain(backbone, tokenizer, folder):
-    """A Hugging Face folder and nothing else."""
-    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
@@ -851,7 +827,7 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
             batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
             for part in range(rank, parts, world):
                 micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
@@ -913,57 +889,13 @@ def train(cfg, resume):
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar" and ranks(cfg)[0] == 0:
-            save_plain(model, tokenizer, f"{cfg.out}/ar")
+            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def trim(ids, cfg):
     """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
     ids = ids.tolist()[: cfg.max_new_tokens]
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
-
-
-def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
-
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
-    """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
-    fixed = record["fixed_round"][: len(ids)]
-
-    def entry(turn, i):
-        if fixed[i] <= turn:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
-
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
-
-
-def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
-    for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
-            time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
-        for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -985,9 +917,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record), lap)
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))

@@ -20,7 +20,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import html
 import json
 import math
 import os
@@ -45,6 +44,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+import common
 from common import Decoder, build_mask, causal, completion_rows, dense, generate_ar, prepare, token_nll, walk
 from kernels import to_host
 
@@ -99,26 +99,6 @@ class Config:
 TINY = dict(steps=550, ar_steps=350, batch_size=64, lr=3e-3, ar_lr=3e-3, warmup=0.02, beta2=0.95, max_len=96,
             max_new_tokens=32, slot_sizes="4", slot_size=4, serial_blocks=1, tau_slot=0.9, tau_token=0.5)  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template: Qwen3's default  [code]
-
-
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    for name in ("tau_slot", "tau_token"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], not {getattr(cfg, name)}")
-    if cfg.slot_size < 1 or cfg.serial_blocks < 1:
-        raise ValueError("slot_size and serial_blocks must be at least 1")
-    length = -(-cfg.max_new_tokens // cfg.slot_size) * cfg.slot_size
-    if length % (cfg.slot_size * cfg.serial_blocks):
-        raise ValueError(
-            f"{length} new tokens in {cfg.serial_blocks} serial blocks are not whole slots of {cfg.slot_size} tokens"
-        )
-    if cfg.masking not in ("bernoulli", "fixed") or cfg.loss_norm not in ("code", "paper"):
-        raise ValueError("masking is bernoulli or fixed, loss_norm is code or paper")
-    if not all(size.strip().isdigit() and int(size) > 0 for size in cfg.slot_sizes.split(",")):
-        raise ValueError(f"slot_sizes is a list like 4,8,16, not {cfg.slot_sizes!r}")
-    if cfg.top_p != 1:
-        raise ValueError("ReFusion samples without top_p: leave it at 1")
 
 
 # ------------------------------------------------------------------------------------------------------- training step
@@ -394,9 +374,29 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
 OWN_FLAGS = {}  # flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
 
 
+def check(cfg):
+    """Raise ValueError, one line, for settings that cannot work."""
+    for name in ("tau_slot", "tau_token"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], not {getattr(cfg, name)}")
+    if cfg.slot_size < 1 or cfg.serial_blocks < 1:
+        raise ValueError("slot_size and serial_blocks must be at least 1")
+    length = -(-cfg.max_new_tokens // cfg.slot_size) * cfg.slot_size
+    if length % (cfg.slot_size * cfg.serial_blocks):
+        raise ValueError(
+            f"{length} new tokens in {cfg.serial_blocks} serial blocks are not whole slots of {cfg.slot_size} tokens"
+        )
+    if cfg.masking not in ("bernoulli", "fixed") or cfg.loss_norm not in ("code", "paper"):
+        raise ValueError("masking is bernoulli or fixed, loss_norm is code or paper")
+    if not all(size.strip().isdigit() and int(size) > 0 for size in cfg.slot_sizes.split(",")):
+        raise ValueError(f"slot_sizes is a list like 4,8,16, not {cfg.slot_sizes!r}")
+    if cfg.top_p != 1:
+        raise ValueError("ReFusion samples without top_p: leave it at 1")
+
+
 def load_backbone(name, dtype):
     """A Hugging Face causal LM; the released checkpoint has plain Qwen3 names and loads as it is."""
-    return complete(AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **SAFE))
+    return common.from_pretrained(AutoModelForCausalLM, name, dtype=dtype)
 
 
 def load_tokenizer(name):
@@ -432,7 +432,7 @@ def new_decoder(model, prompt_len, cfg):
 def stages(cfg):
     """The stages of training, in order: a plain AR model of the data first, if asked for, then the method."""
     return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, no_draws, make_ar_inputs, ar_loss),
+        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, None, make_ar_inputs, ar_loss),
         Stage(METHOD, cfg.steps, cfg.lr, keep_short, draw_noise, make_training_inputs, training_loss),
     ]
 
@@ -481,10 +481,6 @@ def keep_short(rows, cfg):
     return short
 
 
-def no_draws(batch, cfg, generator):
-    """Plain AR has no noise."""
-
-
 def make_ar_inputs(batch, draws, cfg):
     """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
     T = padded_len(batch, cfg)
@@ -508,13 +504,10 @@ def tiny_backbone(cfg):
     pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
     words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
     vocab = {word: i for i, word in enumerate(special + words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, "special": True, **flags} for word in special],
-        "normalizer": None,
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
@@ -569,21 +562,6 @@ def load(name, cfg, training):
     backbone.config.mask_token_id = cfg.mask_id
     backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return prepare(backbone.to(cfg.device)), tokenizer
-
-
-# how a backbone is read: safetensors, no remote code, and a report: the library fills gaps with random numbers
-SAFE = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-
-
-def complete(loaded):
-    """The model of from_pretrained(..., **SAFE). Raises ValueError unless the file held every weight, in its shape."""
-    model, info = loaded
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
-    if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
 
 
 def read_problems(cfg):
@@ -645,11 +623,6 @@ def write_folder(out, write, last="model.safetensors"):
         shutil.rmtree(tmp)
     else:
         tmp.rename(out)
-
-
-def save_plain(backbone, tokenizer, folder):
-    """A Hugging Face folder and nothing else."""
-    write_folder(folder, lambda tmp: (backbone.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def save(model, tokenizer, cfg, stage, step, tensors):
@@ -746,7 +719,7 @@ def fit(model, tokenizer, stage, rows, cfg, state=None):
         for step in bar:
             generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
             batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
+            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
             tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
             for part in range(rank, parts, world):
                 micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
@@ -808,57 +781,13 @@ def train(cfg, resume):
         if losses:
             print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         if stage.name == "ar" and ranks(cfg)[0] == 0:
-            save_plain(model, tokenizer, f"{cfg.out}/ar")
+            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
 
 
 def trim(ids, cfg):
     """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
     ids = ids.tolist()[: cfg.max_new_tokens]
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
-
-
-def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
-
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
-    """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
-    fixed = record["fixed_round"][: len(ids)]
-
-    def entry(turn, i):
-        if fixed[i] <= turn:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
-
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
-
-
-def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
-    for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
-            time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
-        for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
 
 
 def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
@@ -880,9 +809,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
             if show and "trace" in show:
-                show_trace(trace(tokenizer, outputs[-1], record), lap)
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
             if show and "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(trace_svg(trace(tokenizer, outputs[-1], record)))
+                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, (outputs, forwards, seconds, right))

@@ -195,7 +195,7 @@ def lines(results, args):
 
 
 def curve(results, width=64):
-    """Percent right over tokens per forward as text: a letter a point, * where letters meet."""
+    """Percent right over tokens per forward as text: a letter a point, * where letters meet; empty rows are left out."""
     letters = {name: letter for name, letter in zip(SWEEPS, "RDFOC") if f"sweep:{name}" in results}
     points = [(letters[name], row["tokens_per_forward"], 100 * row["right"] / row["problems"])
               for name in letters for row in results[f"sweep:{name}"]["rows"]]  # fmt: skip
@@ -204,7 +204,7 @@ def curve(results, width=64):
     for letter, rho, y in points:
         row, column = grid[10 - round(y / 10)], int(rho / right * width)
         row[column] = letter if row[column] in (" ", letter) else "*"
-    lines = [f"{100 - 10 * i:>4} % |" + "".join(row).rstrip() for i, row in enumerate(grid)]
+    lines = [f"{100 - 10 * i:>4} % |" + "".join(row).rstrip() for i, row in enumerate(grid) if "".join(row).strip()]
     ticks = [" "] * (width + 4)
     for rho in range(0, int(right) + 1, max(1, int(right / 8))):
         ticks[int(rho / right * width) : int(rho / right * width) + len(str(rho))] = str(rho)

@@ -93,5 +93,5 @@ def test_table_and_curve_from_kept_results():
     assert "| refusion | tau 0.9 | 3/4 (30-95) | 2.00 | 10 | 2.00 | 150 | 1/4 | 7 / 6 | 2.0 | 1.23 M |" in text
     assert report["refusion"]["rows"] == [row] and len(ElementTree.fromstring(bench_table.svg(results))) > 5
     drawn = bench_table.curve(results).splitlines()
-    assert drawn[2].startswith("  80 % |") and drawn[2].endswith("R") and drawn[-1] == "R refusion"
-    assert not any("R" in line for line in drawn[:2] + drawn[3:-1])
+    assert drawn[0].startswith("  80 % |") and drawn[0].endswith("R") and drawn[-1] == "R refusion"
+    assert len(drawn) == 4 and not any("R" in line for line in drawn[1:-1])  # a row with a point, the axis, the legend

@@ -11,14 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import common
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TMP
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +29,7 @@ MARK = re.compile(r"^# =+ frame: ", re.MULTILINE)
 
 def short(script, **flags):
     """Flags of a run of a few steps in every stage, on the built-in backbone and a few of its problems."""
-    rng, data = random.Random(0), Path(tempfile.gettempdir(), f"problems_{script.METHOD}_{os.getpid()}.jsonl")
+    rng, data = random.Random(0), Path(TMP.name, f"problems_{script.METHOD}.jsonl")
     if not data.exists():
         jsonl(data, [dict(zip(("prompt", "response"), script.problem(rng))) for _ in range(24)])
     steps = {field.name: 2 for field in dataclasses.fields(script.Config) if field.name.endswith("_steps")}
@@ -364,21 +364,21 @@ def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
     assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
 
 
-def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(script, capsys, monkeypatch):
+def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(capsys, monkeypatch):
     class Letters:
         def decode(self, ids):
             return "<&\n"[ids[0] - 9] if ids[0] >= 9 else chr(97 + ids[0])
 
-    rounds = script.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
+    rounds = common.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
     pauses = []
-    monkeypatch.setattr(script.time, "sleep", pauses.append)
-    script.show_trace(rounds, 3)
+    monkeypatch.setattr(common.time, "sleep", pauses.append)
+    common.show_trace(rounds, 3)
     assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b~<~", "  round   2 | ab&"] and not pauses
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    script.show_trace(rounds, 3)
+    common.show_trace(rounds, 3)
     assert pauses == [1.5, 1.5]
     assert capsys.readouterr().out.splitlines()[0] == "  round   1 | ·\033[31mb\033[0m\033[9;31m<\033[0m"
-    picture = ElementTree.fromstring(script.trace_svg(rounds))
+    picture = ElementTree.fromstring(common.trace_svg(rounds))
     texts = ["".join(line.itertext()) for line in picture]
     assert texts == ["round   1 | ·b<", "round   2 | ab&"] and picture[0][2].get("text-decoration") == "line-through"
 
