@@ -1097,7 +1097,7 @@ def trim(ids, cfg):
     return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
 
 
-def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=None):
+def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=()):
     """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
     outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
     rank, world = ranks(cfg)
@@ -1115,9 +1115,9 @@ def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=
         right += reference is not None and is_right(messages[-1]["content"], text, reference)
         if number < shown:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            if show and "trace" in show:
+            if "trace" in show:
                 common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
-            if show and "trace_svg" in show and number == 0:
+            if "trace_svg" in show and number == 0:
                 Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
     if world > 1:
         every = [None] * world
@@ -1142,7 +1142,7 @@ def compare(cfg, folder, prompts, show):
     table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
     for label, run in decoders(cfg):
         decoder = new_decoder(model, max(lengths), cfg)
-        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else None))
+        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else ()))
     label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
     decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
     table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))

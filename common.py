@@ -8,7 +8,8 @@ Masks      a factory over plain ints and small tensors returns one predicate `ma
 RoPE       angles in float32 from integer position ids; where a token stands in the buffer never matters.
 Walk       embed, layers, norm of a Hugging Face causal LM, with the mask, the positions and the cache that we say. The
            library's own forward guesses packed documents from permuted position ids, and its cache changes between
-           versions; its modules (weights, norms, MLP, config) are used as they are.
+           versions; its modules (weights, norms, MLP, config) are used as is. A backbone is read whole or refused.
+Drawings   every mask as text; a decode, round by round, as text or as a picture.
 
 Shapes: B batch, T tokens in this forward, S keys seen, H query heads, G key/value heads, D head dim, V vocabulary.
 """
