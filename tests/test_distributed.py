@@ -34,6 +34,8 @@ def train_in(folder):
         target = folder / f"losses{world}.json"
         launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if sys.platform == "linux":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name resolves to
         command = [sys.executable, *launcher, WORKER, str(target), *words[:-1]]
         for attempt in ("first", "second"):  # processes that do not find each other on a busy machine may try again
             done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600)
