@@ -769,7 +769,8 @@ OWN_FLAGS = {"infill": (dict(nargs="*", metavar="TEXT", help=infill.__doc__), in
 # ========================================================= frame: the same text in all five scripts, compared by a test
 # Data, the built-in backbone, plain AR as the baseline, the optimiser loop, checkpoints, the command line.
 
-Stage = collections.namedtuple("Stage", "name steps lr pack draw build loss")  # of training; see `fit` and `stages`
+# of training; see `fit` and `stages`; draw is None where there is no noise
+Stage = collections.namedtuple("Stage", "name steps lr pack draw build loss")
 
 
 def padded_len(rows, cfg):

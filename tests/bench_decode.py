@@ -64,7 +64,7 @@ def milliseconds(call, device, repeat):
 
 def copy_bandwidth(device, repeat):
     """Bytes per second of a copy, read and written bytes both counted."""
-    source = torch.empty(1 << 29, dtype=torch.uint8, device=device)  # far more than any cache holds
+    source = torch.empty(1 << 29, dtype=torch.uint8, device=device)  # more than a CPU's last cache holds
     target = torch.empty_like(source)
     median, _, _ = milliseconds(lambda: target.copy_(source), device, repeat + 2)
     return 2 * source.numel() / (median * 1e-3)

@@ -21,6 +21,7 @@ def main(target, *rest):
     if "RANK" in os.environ:  # one process group for all scripts: a second one in the same process would hang
         dist.init_process_group("gloo")
         close, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    Path(target).with_suffix(".begun").touch()  # from here on a failure is the script's
     for name, *flags in groups:
         script = importlib.import_module(name)
         fit = script.fit
