@@ -1,1251 +1,1022 @@
-"""CoDiLA: a diffusion LM whose blocks are written out by a tiny local AR model; training step and decoding loop.
+"""CoDiLA: a diffusion LM proposes, a small local AR model writes its blocks out.
 
-Paper         Locally Coherent Parallel Decoding in Diffusion Language Models, arXiv 2603.20216
-Idea          A diffusion LM gives one marginal for every masked position; committing several at once ignores that
-              neighbours depend on each other. So the canvas is cut into blocks of B tokens, and a small AR model writes
-              a block left to right, from nothing but the block's B marginals, each as one soft embedding.
-Differs       from plain AR: 1. a frozen bidirectional model proposes, over a canvas of masks  2. a second, small model
-              is trained, on whole masked blocks  3. up to B tokens per forward of the big model
-Implements    shared vocabulary -> link_vocabularies; block-level absorbing noise -> draw_noise, make_training_inputs;
-              soft conditioning and the bound -> block_nll, training_loss; static, dynamic, verifying schedules and
-              token-independent baselines -> select_blocks, select_prefix, review, generate; fixed suffix -> infill
-Left out      decoding of several prompts at once, variable-length infilling (DreamOn), a cache for the diffusion LM
-Not as in     the published code, which we could not have: [paper] is what its public summary says, [code] the public
-              code of the base models, [ours] what both leave open
-Shapes        n rows or positions, S canvas, B tokens in a block, N blocks, m of them masked, Vs shared vocabulary,
-              D width of the AR model
-Run           python codila.py --train --generate                          (tiny models, CPU)
+Paper         Locally Coherent Parallel Decoding in Diffusion Language Models
+              arXiv 2603.20216v1 (numbers in brackets are of this version), https://arxiv.org/abs/2603.20216
+Idea          A diffusion LM gives one marginal for each masked position; to commit several at once ignores
+              that neighbours depend on each other. So the canvas is cut into blocks of B tokens, and a small
+              AR model writes a block left to right from its B marginals alone, each as one soft embedding.
+Differs       from plain AR: 1. a frozen bidirectional model proposes, over a canvas of masks  2. a second,
+              small model is trained, on whole masked blocks  3. up to B tokens per forward of the big model
+Implements    block-level absorbing noise -> draw_noise, make_training_inputs; soft conditioning [§3, Theorem
+              3.3] -> soft_embed, ar_inputs; the bound [Eq. 2, Theorem 3.2] -> block_nll, training_loss;
+              static, dynamic and verifying schedules, independent tokens [Fig. 1a] -> select_blocks,
+              select_prefix, select_tokens, review, write_block, generate
+Left out      decoding of several prompts at once, holes of unknown length (DreamOn), a cache for the
+              diffusion LM
+Not as in     the published code, which could not be found. [paper]: public summaries of the paper say so,
+              without a number; [code]: the public code of the base models; [ours]: both leave it open
+Run           python codila.py --train --generate              (tests/tiny, CPU)
               python codila.py --generate --model FOLDER --aux FOLDER --prompt "..."
-              python codila.py --model FOLDER --infill "def area(r): return" "# of a circle" --max_new_tokens 8
+              python codila.py --generate --prompt "2 red lines 0042:" --suffix "+aα1;" --max_new_tokens 7
 """
 
 import argparse
-import collections
-import copy
+import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
 import sys
-import tempfile
+import threading
 import time
-import types
+from datetime import timedelta
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 import common
-from common import Decoder, build_mask, causal, dense, full, generate_ar, prepare, segments, token_nll, walk
+from common import (
+    Decoder,
+    build_mask,
+    by_chunks,
+    causal,
+    dense,
+    from_pretrained,
+    full,
+    generate_ar,
+    is_eos,
+    kernels,
+    padded_len,
+    segments,
+    token_nll,
+    walk,
+)
 
 METHOD = "codila"
+HERE = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass
 class Config:
     # what all five scripts share
-    model: str = "tiny"  # Hub id, folder, or the built-in backbone
-    data: str = ""  # JSONL; empty: the built-in task
-    out: str = f"runs/{METHOD}"
-    steps: int = 32000  # [paper] for each block size
-    ar_steps: int = 0  # plain AR fine-tuning before the method's own steps; kept as the AR baseline
-    batch_size: int = 8  # [ours]
-    accumulation: int = 1  # micro-batches a step; changes memory, not results
-    lr: float = 1e-5  # [ours] cosine to 0
-    ar_lr: float = 2e-5  # of the AR stage
+    model: str = f"{HERE}/tests/tiny/code-dlm"  # Hub id or folder of the backbone, a masked diffusion LM
+    data: str = f"{HERE}/tests/tiny/code-train.jsonl"  # JSONL to train on
+    test: str = ""  # JSONL to decode
+    problems: int = 64  # most rows of it to decode
+    out: str = f"runs/{METHOD}"  # folder of the saves
+    steps: int = 32000  # [App. A] for each block size
+    batch_size: int = 8  # [ours] rows a step, over all processes
+    accumulation: int = 8  # forwards a step and process; changes memory, not results
+    lr: float = 1e-5  # [ours] cosine to lr_floor
     warmup: float = 0.03  # [ours] share of the steps
     lr_floor: float = 0.0  # share of lr at the end
     beta2: float = 0.999  # AdamW
     weight_decay: float = 0.0  # [ours]
-    clip: float = 1.0  # [ours]
-    max_len: int = 2048  # [ours] longer rows are dropped
-    max_new_tokens: int = 512  # [code] the canvas behind the prompt
-    problems: int = 64  # held-out problems decoded when no prompt is given
-    temperature: float = 0.0  # [ours]
-    top_p: float = 1.0
+    clip: float = 1.0  # [ours] largest norm of the gradient
+    max_len: int = 2048  # [ours] tokens; longer rows are dropped
+    save_every: int = 500  # steps
+    checkpointing: bool = False  # recompute layers in backward
+    max_new_tokens: int = 512  # [code] the canvas after the prompt; with a suffix the hole before it
+    temperature: float = 0.0  # [ours] of every token that is written
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    compile: bool = torch.cuda.is_available()
-    save_every: int = 500
-    mask_id: int | None = None  # None: from the model and its tokenizer
-    eos_id: int | None = None
-    vocab_len: int | None = None  # rows of the head behind the last token are never an output
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    baseline: str = ""  # plain AR model to compare with; without it the local AR model before its training
+    mask_id: int | None = None
+    eos_id: int | list | None = None  # of a list each ends a text, the first is padding
+    vocab_len: int | None = None  # so many leading ids mean the same to both models
     # CoDiLA
-    aux: str = "Qwen/Qwen3-0.6B"  # [paper] the local AR model: Hub id, folder, or tiny
-    tags: str = "<think> </think>"  # [paper] the tokens of the AR model that enclose the marginals
-    dlm_steps: int = 0  # masked diffusion for an AR backbone, before CoDiLA's own steps; -1: as many as those
-    dlm_lr: float = 1e-4  # [ours] of that stage
-    block_sizes: str = "4"  # [paper] training: an AR model for each B; of a list, one per step at random
-    weighting: str = "count"  # [ours] or inverse_t, uniform: weight of a row in the loss
-    p_partial: float = 0.0  # [ours] share of masked blocks that show some of their tokens, as dynamic decoding does
-    max_pad: int = 49  # [ours] at most so many more EOS behind the longest row of a batch
-    envelope: bool = True  # [paper] the two tags; off is an ablation
-    topk: int = 0  # 0: whole marginals [paper]; k: only the k likeliest tokens of each, an ablation
-    mode: str = "static"  # [paper] or dynamic, verify; baselines without AR model: tokens, indep
+    aux: str = f"{HERE}/tests/tiny/code-ar"  # Hub id or folder of the local AR model; Qwen3-0.6B [paper]
+    tags: str = "<think> </think>"  # [paper] tokens of the AR model that enclose the marginals
+    block_sizes: str = "4"  # B in training, a model for each [App. A]; of a list one a step at random [ours]
+    weighting: Literal["count", "inverse_t", "uniform"] = "count"  # of a row: N / m [ours], 1 / t [Eq. 2], 1
+    p_partial: float = 0.0  # [ours] share of masked blocks that show some tokens, as in dynamic decoding
+    max_pad: int = 49  # [code] at most so many more EOS after the longest row of a batch
+    envelope: bool = True  # [paper] the two tags; without them: an ablation
+    topk: int = 0  # k likeliest tokens of each marginal, an ablation [Theorem 3.3]; 0: all
+    mode: Literal["static", "dynamic", "verify", "tokens", "indep"] = "static"  # the last two: no AR model
     block_size: int = 4  # [paper] B in decoding: 2, 4 or 8
-    blocks_per_step: int = 1  # [paper] static
-    tau: float = 0.3  # [ours] dynamic: mean entropy in nats; 0.2 and 0.5 are reported  [paper]
-    window: int = -1  # [paper] candidate blocks from the first unfinished one; 0: no limit; -1: 10, verify no limit
-    tokens_per_step: int = 0  # tokens, verify: K; 0: block_size
-    conf: str = "entropy"  # [ours] tokens, verify: -entropy or maxprob
-    lam: float = -1.0  # [ours] verify: penalty where the AR model disagrees; -1: larger than any confidence gap
+    blocks_per_step: int = 1  # [paper] of static and indep
+    tokens_per_step: int = 4  # [paper] K of verify and tokens
+    tau: float = 0.3  # [ours] dynamic: mean entropy in nats; 0.2 and 0.5 in results [paper]
+    window: int = 10  # [paper] blocks that may be written, from the first unfinished one; 0: all
+    conf: Literal["entropy", "maxprob"] = "entropy"  # [ours] verify, tokens: -entropy or largest probability
+    lam: float = 100.0  # [ours] verify: off the conf of a draft that the AR model would not write
+    suffix: str = ""  # text after the hole; the prompt stands before it
     table: str = ""  # block sizes that --generate compares, in every mode
-    checkpointing: bool = False  # recompute layers in backward
-    turn_end_id: int | None = None  # what ends a turn in chat form, in front of EOS; None: from the tokenizer
 
 
-# what `--model tiny` changes
-TINY = dict(steps=400, ar_steps=100, dlm_steps=-1, batch_size=64, lr=3e-3, ar_lr=3e-3, dlm_lr=1.5e-3, warmup=0.05,
-            beta2=0.98, max_len=96, max_new_tokens=40, max_pad=0, aux="tiny", block_sizes="2,4,8", p_partial=0.5,
-            temperature=0.7, tau=1.0, table="2,4,8")  # fmt: skip
+# what the models of tests/tiny change
+TINY = dict(test=f"{HERE}/tests/tiny/code-test.jsonl", steps=400, batch_size=32, accumulation=1, lr=2e-3,
+            warmup=0.05, beta2=0.98, max_len=96, max_pad=0, max_new_tokens=40, temperature=0.7,
+            block_sizes="2,4,8", p_partial=0.5, tau=1.0, table="2,4,8")  # fmt: skip
+LIMITS = dict(block_size=(1, 4096), blocks_per_step=(1, 4096), tokens_per_step=(1, 4096), window=(0, 10**6),
+              topk=(0, 10**6), max_pad=(0, 4096), p_partial=(0, 1), tau=(-99, 1e9), lam=(0, 1e9))  # fmt: skip
 TEMPLATE = {}  # arguments of the chat template
 
 
+# ---------------------------------------------------------------------------------------------- training step
+# n rows or positions, S columns, B tokens in a block, N blocks, m of them masked, Vs shared vocabulary, D
+# width of the AR model.
+
+
 def sizes(text):
-    """The block sizes of a list like 2,4,8; none of an empty one."""
-    return [int(size) for size in text.split(",")] if text else []
-
-
-# --------------------------------------------------------------------------------------------- the two models as a pair
-
-
-class Pair(nn.Module):
-    """The frozen diffusion LM (`backbone`) and the local AR model (`aux_model`), which alone is trained.
-
-    link: vocab_len, so many leading ids mean the same to both models; think_id and end_think_id, the AR model's tags;
-    turn_end_id, what ends a turn in chat form, or None. banned (Vs,) bool: ids that are no text, the mask and the tags.
-    """
-
-    def __init__(self, backbone, aux_model, link):
-        super().__init__()
-        self.backbone, self.aux_model, self.link = backbone.requires_grad_(False), aux_model, link
-        aux_model.requires_grad_(True)  # all of it, no added parameter  [paper]
-        aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
-        banned = torch.zeros(link["vocab_len"], dtype=torch.bool, device=aux_model.lm_head.weight.device)
-        no_text = (backbone.config.mask_token_id, link["think_id"], link["end_think_id"])
-        banned[[i for i in no_text if i < len(banned)]] = True
-        self.register_buffer("banned", banned, persistent=False)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.backbone.train(False)  # frozen, whatever the trainer says
-        return self
-
-
-def shared_logits(logits, banned):
-    """Logits over what both models can say: the first Vs columns, float32, banned ids at -inf.  (.., V) -> (.., Vs)"""
-    return logits[..., : len(banned)].float().masked_fill(banned, -torch.inf)
-
-
-def check_known(token_ids, banned):
-    """Raise ValueError for a token (n,) int64 that is not text to both models."""
-    alien = token_ids[(token_ids >= len(banned)) | banned[token_ids.clamp(max=len(banned) - 1)]]
-    if len(alien):
-        raise ValueError(f"token {alien[0]} is no text to both models")
-
-
-def soft_embed(model, probs, token_ids, cfg):
-    """What the AR model reads at n positions: probs @ E, E not detached; the plain embedding of a known token.  [paper]
-
-    probs (n, Vs) float32 marginals; token_ids (n,) int64 as on the canvas: a token that is known there has a one-hot
-    marginal [ours].  -> (n, D)
-    """
-    if cfg.topk:
-        top = probs.topk(min(cfg.topk, probs.shape[-1]))
-        probs = torch.zeros_like(probs).scatter(-1, top.indices, top.values / top.values.sum(-1, keepdim=True))
-    embed, token_ids = model.aux_model.model.embed_tokens, token_ids.to(probs.device, non_blocking=True)
-    is_masked, soft = token_ids == cfg.mask_id, probs.to(embed.weight.dtype) @ embed.weight[: len(model.banned)]
-    return torch.where(is_masked[:, None], soft, embed(token_ids.masked_fill(is_masked, 0)))
-
-
-def ar_inputs(model, embeds, written_ids, cfg):
-    """<think> e_1 .. e_b </think> y_1 .. y_k: all that the AR model knows of the canvas, and what it wrote.  [paper]
-
-    embeds (m, b, D), written_ids (m, k) int64.  -> (m, b+2+k, D); the last k+1 rows predict y_1 .. y_{k+1}, so y_1
-    comes from the </think> row.
-    """
-    embed = model.aux_model.model.embed_tokens
-    tags = [embed.weight[model.link[name]].expand(len(embeds), 1, -1) for name in ("think_id", "end_think_id")]
-    opening, closing = ([tag] if cfg.envelope else [] for tag in tags)
-    return torch.cat([*opening, embeds, *closing, embed(written_ids)], dim=1)
-
-
-# ------------------------------------------------------------------------------------------------------- training step
-
-
-def draw_length(batch, block_size, cfg, generator):
-    """Columns of a batch: some EOS behind the longest row, in all a multiple of 8 (CUDA: 128, few compilations)."""
-    longest = max(len(row["prompt_ids"]) + max(len(row["answer_ids"]), block_size) for row in batch)
-    unit = 128 if cfg.device.startswith("cuda") else 8
-    return -(-(longest + torch.randint(cfg.max_pad + 1, (1,), generator=generator).item()) // unit) * unit
-
-
-def row_weight(weighting, t, block_masked):
-    """Weight of a row's masked blocks in the bound: count N / m, inverse_t 1 / t, uniform 1.  [ours]"""
-    return {"count": len(block_masked) / max(sum(block_masked), 1), "inverse_t": 1 / t, "uniform": 1.0}[weighting]
+    """The block sizes of a list like 2,4,8. Raises ValueError for anything else."""
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
+        raise ValueError(f"block_sizes and table are lists like 2,4,8, not {text}")
+    return [int(size) for size in text.split(",")]
 
 
 def draw_noise(batch, cfg, generator):
     """Block-level absorbing noise: all tokens of a block are masked together.  [paper]
 
-    batch: list of {"prompt_ids", "answer_ids"} (lists of ints, the answer ends with EOS). Returns a list of dicts:
-    block_size and length, the same in all rows; block_masked, one bool per block, and their weight; known, per block
-    one bool per token that is shown although its block is masked (none unless p_partial > 0).
+    batch: list of {"prompt_ids", "answer_ids"} (lists of ints, the answer ends with EOS). Returns a list of
+    dicts: block_size and length, the same in all rows; p_mask float; block_masked, one bool per block; known,
+    per block one bool per token that is shown although its block is masked (none unless p_partial > 0).
     """
     options = sizes(cfg.block_sizes)
     B = options[torch.randint(len(options), (1,), generator=generator).item()]
-    draws, length = [], draw_length(batch, B, cfg, generator)
+    length = max(len(row["prompt_ids"]) + max(len(row["answer_ids"]), B) for row in batch)
+    length += torch.randint(cfg.max_pad + 1, (1,), generator=generator).item()
+    length = padded_len(-(-length // 8) * 8, cfg.device)  # [code]
+    draws = []
     for row in batch:
         N = (length - len(row["prompt_ids"])) // B
-        if cfg.weighting == "count":  # m ~ U{1..N}, then m of the N blocks: no empty row, less variance
+        p_mask = 1e-3 + (1 - 1e-3) * torch.rand(1, generator=generator).item()  # t of alpha_t = 1 - t
+        if cfg.weighting == "count":  # m ~ U{1..N}, then m of the N blocks: the mean over t, no empty row
             m = torch.randint(1, N + 1, (1,), generator=generator).item()
-            t, block_masked = m / N, torch.rand(N, generator=generator).argsort().argsort() < m
+            block_masked = torch.randperm(N, generator=generator) < m
         else:
-            t = 1e-3 + (1 - 1e-3) * torch.rand(1, generator=generator).item()
-            block_masked = torch.rand(N, generator=generator) < t
+            block_masked = torch.rand(N, generator=generator) < p_mask
         partial = torch.rand(N, 1, generator=generator) < cfg.p_partial
         known = partial & (torch.rand(N, B, generator=generator) < torch.rand(N, 1, generator=generator))
-        masked = block_masked.tolist()
-        draws.append(dict(block_size=B, length=length, block_masked=masked, known=known.tolist(),
-                          weight=row_weight(cfg.weighting, t, masked)))  # fmt: skip
+        draws.append(dict(block_size=B, length=length, p_mask=p_mask, block_masked=block_masked.tolist(),
+                          known=known.tolist()))  # fmt: skip
     return draws
 
 
 def make_training_inputs(batch, draws, cfg):
-    """Rows with whole blocks masked, and for each masked block its place, its tokens and their weight in the loss.
+    """Rows with whole blocks masked, and the weight of every token in the loss, sum(weights * nll).
 
         prompt | block 0 | block 1, masked | ... | block N-1 | rest of fewer than B tokens, never masked
 
-    The grid starts behind the prompt; EOS padding is data, masked and learnt like any token. Returns a dict:
-    input_ids (n, S) int64; block_pos, block_ids (n, M, B) int64 and weights (n, M, B) float32, M = most masked blocks
-    of a row, the places not used at weight 0. The loss is sum(weights * nll): a token still masked has the weight of
-    its row over the number of tokens in blocks, sum over rows of N B.
+    Blocks are counted from the end of the prompt; EOS padding is data, masked and learnt like any token
+    [code]. Returns a dict: input_ids, labels (n, S) int64, the labels all tokens of masked blocks, -100
+    elsewhere; weights (n, S) float32; block_size (n,) int64. What is masked weighs 1 / t = (alpha_(t-1) -
+    alpha_t) / (1 - alpha_t) [Eq. 2], or N / m, over the tokens in blocks of the batch.
+    Raises ValueError for a token that the AR model does not know as such.
     """
-    B, S = draws[0]["block_size"], draws[0]["length"]
+    B = draws[0]["block_size"]
     maskable = sum(len(draw["block_masked"]) * B for draw in draws)
-    shape = (len(batch), max(1, *(sum(draw["block_masked"]) for draw in draws)), B)
-    inputs = dict(input_ids=torch.full((len(batch), S), cfg.eos_id), block_pos=torch.zeros(shape, dtype=torch.int64),
-                  block_ids=torch.full(shape, cfg.eos_id), weights=torch.zeros(shape))  # fmt: skip
+    shape = (len(batch), draws[0]["length"])
+    inputs = dict(
+        input_ids=torch.full(shape, batch[0]["answer_ids"][-1]),  # EOS
+        labels=torch.full(shape, -100),
+        weights=torch.zeros(shape),
+        block_size=torch.full(shape[:1], B),
+    )
     for r, (row, draw) in enumerate(zip(batch, draws)):
-        P, ids, input_ids = len(row["prompt_ids"]), row["prompt_ids"] + row["answer_ids"], inputs["input_ids"][r]
-        input_ids[: len(ids)] = torch.tensor(ids)
-        masked = torch.tensor(draw["block_masked"]).nonzero()[:, 0]  # (m,)
-        pos, known = P + masked[:, None] * B + torch.arange(B), torch.tensor(draw["known"])[masked]  # (m, B)
-        inputs["block_pos"][r, : len(masked)], inputs["block_ids"][r, : len(masked)] = pos, input_ids[pos]
-        inputs["weights"][r, : len(masked)] = ~known * (draw["weight"] / maskable)
-        input_ids[pos[~known]] = cfg.mask_id
+        P = len(row["prompt_ids"])
+        N = len(draw["block_masked"])
+        ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        inputs["input_ids"][r, : len(ids)] = ids
+        block_ids = inputs["input_ids"][r, P : P + N * B]
+        in_masked = torch.tensor(draw["block_masked"]).repeat_interleave(B)
+        is_masked = in_masked & ~torch.tensor(draw["known"]).flatten()
+        weight = dict(count=N / max(sum(draw["block_masked"]), 1), inverse_t=1 / draw["p_mask"], uniform=1.0)
+        inputs["labels"][r, P : P + N * B] = block_ids.masked_fill(~in_masked, -100)
+        inputs["weights"][r, P : P + N * B] = is_masked * (weight[cfg.weighting] / maskable)
+        block_ids[is_masked] = cfg.mask_id
+    if inputs["labels"].max() >= cfg.vocab_len:
+        raise ValueError(f"token {inputs['labels'].max()} of an answer is not one of both models")
     return inputs
 
 
-def read_rows(backbone, inputs, cfg):
-    """One forward of the diffusion LM: everything sees everything, the row before a token predicts it.  [code]
+def no_text(model, cfg, device, suppress_ids=()):
+    """Which of the shared ids are never written: the mask and the tags, if they are among them. (Vs,) bool"""
+    banned = torch.zeros(cfg.vocab_len, dtype=torch.bool)
+    banned[[i for i in (cfg.mask_id, *model.tag_ids, *suppress_ids) if i < cfg.vocab_len]] = True
+    return banned.to(device)
 
-    Returns hidden (m, B, width), what predicts the tokens of the masked blocks, and which those are, (n, M) bool.
+
+def shared_logits(logits, banned):
+    """Logits over what both models can say, float32, banned ids at -inf. (..., V), (Vs,) -> (..., Vs)"""
+    return logits[..., : len(banned)].float().masked_fill(banned, -torch.inf)
+
+
+def soft_embed(model, probs, token_ids, cfg):
+    """What the AR model reads at n positions: e = sum_v probs(v) E(v), E not detached. -> (n, D)  [§3]
+
+    probs (n, Vs) float32 marginals; token_ids (n,) int64 as on the canvas: what is known there has a one-hot
+    marginal [ours]. Marginals cut to k tokens exclude some outputs for good [Theorem 3.3].
     """
-    (n, S), device = inputs["input_ids"].shape, inputs["input_ids"].device
-    positions, mask = torch.arange(S, device=device).expand(n, S), build_mask(full(), 1, S, S, device)
-    hidden = walk(backbone, inputs["input_ids"], positions, mask, checkpointing=cfg.checkpointing)
-    used = (inputs["weights"] > 0).any(-1)
-    used[0, 0] |= not used.any()  # a batch without any: one block of weight 0
-    return hidden[used.nonzero()[:, :1], (inputs["block_pos"][used] - 1).clamp(min=0)], used
+    if cfg.topk:
+        top = probs.topk(min(cfg.topk, probs.shape[-1]))
+        kept = top.values / top.values.sum(-1, keepdim=True)
+        probs = torch.zeros_like(probs).scatter(-1, top.indices, kept)
+    embed = model.aux_model.model.embed_tokens
+    token_ids = token_ids.to(probs.device, non_blocking=True)
+    is_masked = token_ids == cfg.mask_id
+    soft = probs.to(embed.weight.dtype) @ embed.weight[: probs.shape[-1]]
+    return torch.where(is_masked[:, None], soft, embed(token_ids.masked_fill(is_masked, 0)))
+
+
+def ar_inputs(model, embeds, written_ids, cfg):
+    """<think> e_1 .. e_b </think> y_1 .. y_k: what the AR model knows of the canvas, and what it wrote.  [§3]
+
+    embeds (m, b, D), written_ids (m, k) int64 -> (m, b+2+k, D). Its last k+1 rows predict y_1 .. y_(k+1): y_1
+    comes from the </think> row.
+    """
+    embed = model.aux_model.model.embed_tokens
+    tags = [embed.weight[i].expand(len(embeds), 1, -1) for i in model.tag_ids]
+    context = [tags[0], embeds, tags[1]] if cfg.envelope else [embeds]
+    return torch.cat([*context, embed(written_ids)], dim=1)
 
 
 def block_nll(model, inputs, cfg):
-    """-log p of every token of the m masked blocks: by the AR model, and by the marginals alone; their weights.
+    """-log p of each token of the m masked blocks, by the AR model and by the marginals; their weights.
 
-    inputs of make_training_inputs. Returns three (m, B) float32, blocks in row-major order. One forward of the frozen
-    diffusion LM over the rows, one of the AR model over the blocks:  -log p(block | x) = -sum_j log p_AR(y_j | <think>
-    e_1 .. e_B </think> y_<j),  e_j = marginal_j @ E.
+    inputs of make_training_inputs. Returns three (m, B) float32, blocks in row-major order. One forward of
+    the frozen diffusion LM over the rows, one of the AR model over the blocks, each a row of its own [§3]:
+        -log p(block | x_t) = -sum_j log p_AR(y_j | <think> e_1 .. e_B </think> y_1 .. y_(j-1))
     """
+    n, S = inputs["input_ids"].shape
+    device = inputs["input_ids"].device
+    B = inputs["block_size"][0].item()
+    banned = no_text(model, cfg, device)
+    places = (inputs["labels"] != -100).nonzero().view(-1, B, 2)  # row and column of each token
+    m = padded_len(max(len(places), 1), device)  # on CUDA few shapes, since each is compiled
+    places = F.pad(places, (0, 0, 0, 0, 0, m - len(places)))  # by the start of a prompt: weight 0
+    row_idx, pos = places.unbind(-1)  # (m, B)
+    labels = inputs["labels"][row_idx, pos]
+    token_ids = inputs["input_ids"][row_idx, pos].masked_fill(labels == -100, cfg.mask_id)
+    labels = labels.clamp(min=0)
     with torch.no_grad():
-        hidden, used = read_rows(model.backbone, inputs, cfg)
-    labels, (m, B), device = inputs["block_ids"][used], hidden.shape[:2], hidden.device
-    canvas_ids = inputs["input_ids"][used.nonzero()[:, :1], inputs["block_pos"][used]]  # (m, B)
-    check_known(labels.flatten(), model.banned)
+        positions = torch.arange(S, device=device).expand(n, S)
+        mask = build_mask(full(), 1, S, S, device)
+        hidden = walk(model.backbone, inputs["input_ids"], positions, mask)
+        hidden = hidden[row_idx, (pos - 1).clamp(min=0)]  # the row before a token predicts it  [code]
 
     def read(rows, targets, token_ids):
         with torch.no_grad():
-            logp = shared_logits(model.backbone.lm_head(rows), model.banned).log_softmax(-1)
+            logp = shared_logits(model.backbone.lm_head(rows), banned).log_softmax(-1)
         return soft_embed(model, logp.exp(), token_ids, cfg), -logp.gather(-1, targets[:, None])[:, 0]
 
-    # in chunks, recomputed in backward: rows of 150k logits never pile up
-    chunks = zip(*(tensor.flatten(0, 1).split(2048) for tensor in (hidden, labels, canvas_ids)))
-    parts = zip(*(checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks))
-    embeds, nll_alone = (torch.cat(part).unflatten(0, (m, B)) for part in parts)
-    inputs_embeds = ar_inputs(model, embeds, labels[:, :-1], cfg)  # (m, T, D), T = 2 B + 1
-    T = inputs_embeds.shape[1]
+    embeds, nll_alone = by_chunks(read, hidden.flatten(0, 1), labels.flatten(), token_ids.flatten())
+    embeds = ar_inputs(model, embeds.view(m, B, -1), labels[:, :-1], cfg)  # (m, T, D), T = 2 B + 1
+    T = embeds.shape[1]
     positions = torch.arange(T, device=device).expand(m, T)  # every block starts at 0  [ours]
     mask = dense(causal(), 1, T, T, device)  # rows far shorter than a tile of flex_attention
-    hidden = walk(model.aux_model, inputs_embeds, positions, mask, checkpointing=cfg.checkpointing)
-    head = types.SimpleNamespace(lm_head=lambda rows: shared_logits(model.aux_model.lm_head(rows), model.banned))
-    return token_nll(head, hidden[:, -B:], labels), nll_alone, inputs["weights"][used]
+    hidden = walk(model.aux_model, embeds, positions, mask, compiled=mask.is_cuda,
+                  checkpointing=cfg.checkpointing)  # fmt: skip
+    nll = token_nll(lambda x: shared_logits(model.aux_model.lm_head(x), banned), hidden[:, -B:], labels)
+    return nll, nll_alone.view(m, B), inputs["weights"][row_idx, pos]
 
 
 def training_loss(model, inputs, cfg):
-    """The bound in nats per maskable token (if p_partial = 0). Returns (loss, logs), logs: that of the marginals."""
+    """The bound in nats per token, if p_partial = 0 [Eq. 2]. Returns (loss, logs).
+
+    logs: the same with tokens independent of each other. The bound is below it by what the tokens of a block
+    tell of each other, their total correlation [Theorem 3.2].
+    """
     nll, nll_alone, weights = block_nll(model, inputs, cfg)
-    return (weights * nll).sum(), {"marginals": (weights * nll_alone).sum().item()}
+    return (weights * nll).sum(), {"marginals": (weights * nll_alone).sum().detach()}
 
 
-# ------------------------------------------------------------------------------------------------------------ decoding
+# --------------------------------------------------------------------------------------------------- decoding
 
 
-def draw_tokens(logits, cfg, generator):
-    """Greedy, or a draw at cfg.temperature from the likeliest tokens of mass top_p.  (n, Vs) -> (n,) int64"""
+def draw_token(probs, u):
+    """The first token at which the cumulative probability passes u. (n, V), (n,) float64 -> (n,) int64"""
+    cumulative = probs.double().cumsum(-1)
+    bar = u.to(probs.device, non_blocking=True)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, bar, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
+def choose(logits, cfg, generator):
+    """The likeliest token, or a draw at cfg.temperature. (n, Vs) -> (n,) int64, on the device"""
     if cfg.temperature == 0:
         return logits.argmax(-1)
-    logits = logits.double() / cfg.temperature
-    if cfg.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        mass = ordered.softmax(-1)
-        ordered[mass.cumsum(-1) - mass >= cfg.top_p] = -torch.inf
-        logits = torch.empty_like(logits).scatter(-1, order, ordered)
-    uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
-    gumbel = -torch.log(-torch.log(uniform.to(logits.device, non_blocking=True)))
-    return (logits + gumbel).argmax(-1)  # = a draw from the softmax
+    u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
+    return draw_token((logits / cfg.temperature).softmax(-1), u)
 
 
-def end_ids(cfg):
-    """What ends an answer: the end of a turn in chat form, then EOS."""
-    return [i for i in (cfg.turn_end_id, cfg.eos_id) if i is not None]
+def propose(logits, cfg, generator):
+    """What the diffusion LM would write, and how sure it is. (n, Vs) -> (n,) int64, (n,) float64, on the CPU
 
-
-def text_end(ids, origin, stop_ids):
-    """Index of the first stop token from origin on, or the length of ids (S,)."""
-    found = torch.isin(ids[origin:], torch.tensor(stop_ids, dtype=torch.int64)).nonzero()
-    return origin + found[0].item() if len(found) else len(ids)
-
-
-def candidates(ids, origin, cfg, stop_ids):
-    """Where something may be written: masks in front of the first stop token, in the window. ids (S,) int64.
-
-    Returns (start, is_open): the position of the first block with such a mask, and (N, B) bool, True at such masks of
-    the blocks from there to the last candidate. None if there is none.
+    conf = -H, the entropy of the marginal in nats [paper], at temperature 1 [ours].
     """
-    B, window = cfg.block_size, cfg.window
-    if window < 0:
-        window = 0 if cfg.mode == "verify" else 10
-    is_open = ids[origin : text_end(ids, origin, stop_ids)] == cfg.mask_id
+    probs = logits.softmax(-1)
+    by_maxprob = cfg.conf == "maxprob" and cfg.mode in ("verify", "tokens")
+    conf = probs.amax(-1) if by_maxprob else -torch.special.entr(probs).sum(-1)
+    return choose(logits, cfg, generator).cpu(), conf.cpu().double()
+
+
+def text_end(ids, start, cfg):
+    """Index of the first EOS from start on, or the length of ids (S,)."""
+    found = is_eos(ids[start:], cfg.eos_id).nonzero()
+    return start + found[0].item() if len(found) else len(ids)
+
+
+def candidates(ids, P, cfg):
+    """Where something may be written: masks before the first EOS, in the window. ids (S,), blocks from P on.
+
+    Returns None where nothing is left, or (start, is_open): the position of the first block with such a mask;
+    (N, B) bool, True at such masks. The window keeps a far EOS from being written too early [paper].
+    """
+    B = cfg.block_size
+    is_open = ids[P : text_end(ids, P, cfg)] == cfg.mask_id
     is_open = F.pad(is_open, (0, -len(is_open) % B)).view(-1, B)  # the last block may be shorter
     block_idx = is_open.any(1).nonzero()[:, 0]
     if not len(block_idx):
         return None
-    block_idx = block_idx[block_idx < block_idx[0] + (window or len(is_open))]
-    return origin + block_idx[0].item() * B, is_open[block_idx[0] : block_idx[-1] + 1]
+    block_idx = block_idx[block_idx < block_idx[0] + (cfg.window or len(is_open))]
+    return P + block_idx[0].item() * B, is_open[block_idx[0] : block_idx[-1] + 1]
 
 
-def propose(model, dlm, ids, start, end, cfg, banned, generator):
-    """One forward of the diffusion LM over the whole canvas: the marginals of positions start .. end-1.
+def select_blocks(is_open, conf, cfg):
+    """Static: the blocks of lowest mean entropy. is_open (N, B) bool, conf (N, B) float64.  [paper]
 
-    ids (S,) int64, on the CPU. Returns logits and probs (n, Vs) float32, on the device; on the CPU doubt (n,) float64,
-    entropy in nats or -maxprob, and draft_ids (n,) int64, what the diffusion LM itself would write at masks.
-    """
-    S, token_ids = len(ids), ids[start:end]
-    raw = dlm(ids[None], torch.arange(S)[None], dense(full(), 1, S, S), dlm.kv_cache.scratch_idx(S))[0]  # no commit
-    raw = torch.cat([raw[max(start - 1, 0)][None], raw[start : end - 1]])  # row p-1 predicts p  [code]
-    logits = shared_logits(raw, banned)
-    probs = logits.softmax(-1)  # temperature 1, as in training  [ours]
-    by_tokens = cfg.mode in ("verify", "tokens")
-    doubt = -probs.amax(-1) if by_tokens and cfg.conf == "maxprob" else torch.special.entr(probs).sum(-1)
-    masked = (token_ids == cfg.mask_id).nonzero()[:, 0]
-    rows = logits[masked.to(logits.device, non_blocking=True)]
-    drafts = draw_tokens(rows, cfg, generator) if by_tokens or cfg.mode == "indep" else rows.argmax(-1)
-    return logits, probs, doubt.cpu().double(), token_ids.index_copy(0, masked, drafts.cpu())
-
-
-def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
-    """What the AR model would write at every position of a span, given the draft in front of it.  [paper]
-
-    probs (n, Vs); token_ids (canvas) and draft_ids (n,) int64, from the start of a block. One forward for all blocks,
-    packed in one row under a mask that keeps them apart.  -> (n,) int64, on the CPU
-    """
-    parts, segment_ids, positions, rows = [], [], [], []
-    aux.kv_cache.truncate(0)
-    embeds, draft_ids = soft_embed(model, probs, token_ids, cfg), draft_ids.to(probs.device, non_blocking=True)
-    for own, drafts in zip(embeds.split(cfg.block_size), draft_ids.split(cfg.block_size)):
-        part = ar_inputs(model, own[None], drafts[None, :-1], cfg)
-        segment_ids += [len(parts)] * part.shape[1]
-        positions += range(part.shape[1])  # every block starts at 0
-        rows += range(len(positions) - len(own), len(positions))
-        parts.append(part)
-    T = len(positions)
-    mask, write_idx = dense(segments(torch.tensor([segment_ids])), 1, T, T), aux.kv_cache.scratch_idx(T)
-    logits = aux(torch.cat(parts, dim=1), torch.tensor([positions]), mask, write_idx)[0]
-    return shared_logits(logits, banned).argmax(-1).cpu()[rows]
-
-
-def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
-    """The AR model writes a block from its first position to its offset `last`, one forward a token.
-
-    probs (b, Vs), of the one forward of the diffusion LM throughout; token_ids (b,) int64 as on the canvas: a known
-    token is fed, not drawn.  -> (b,) int64, on the CPU; nothing waits for the device before.
-    """
-    written, is_masked = token_ids.to(probs.device, copy=True, non_blocking=True), token_ids == cfg.mask_id
-    aux.kv_cache.truncate(0)
-    embeds = soft_embed(model, probs, token_ids, cfg)
-    waiting = ar_inputs(model, embeds[None], written[None, :0], cfg)  # (1, b+2, D), then one token id
-    for j in range(last + 1):
-        start, n = aux.kv_cache.cache_len, waiting.shape[1]
-        mask, write_idx = dense(causal(start), 1, n, start + n), aux.kv_cache.scratch_idx(n)
-        logits = aux(waiting, torch.arange(start, start + n)[None], mask, write_idx)[:, -1]
-        aux.kv_cache.commit(n)
-        if is_masked[j]:
-            written[j] = draw_tokens(shared_logits(logits, banned), cfg, generator)[0]
-        waiting = written[j].view(1, 1)
-    return written.cpu()
-
-
-def select_blocks(is_open, doubt, cfg):
-    """The open positions of the blocks of lowest mean doubt.  [paper]
-
-    is_open (N, B) bool, doubt (N, B) float64. Returns a list of indices (k,) int64 into the N B places, here one for
-    each block, the most certain first; ties go to the lowest index.
+    Returns a list of indices (k,) into the N B places, here the open ones of each block. Ties: the lowest.
     """
     block_idx = is_open.any(1).nonzero()[:, 0]
-    mean = ((doubt * is_open).sum(1) / is_open.sum(1))[block_idx]
-    best = block_idx[mean.argsort(stable=True)[: cfg.blocks_per_step]]
+    mean = ((conf * is_open).sum(1) / is_open.sum(1))[block_idx]  # known tokens do not count  [ours]
+    best = block_idx[mean.argsort(descending=True, stable=True)[: cfg.blocks_per_step]]
     return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best.tolist()]
 
 
-def select_prefix(is_open, doubt, cfg):
-    """The longest prefix of a block's open positions whose mean doubt is at most tau, if it has two.  [paper]
+def select_prefix(is_open, conf, cfg):
+    """Dynamic: the longest k with h(k) <= tau, the mean entropy of a block's first k open places.  [paper]
 
-    Else the single most certain position. The running mean is not monotone: every length is tried.
+    Of several blocks that of lowest h(k) [ours]. h may fall again: every k is tried. A single token needs no
+    coherence: for k < 2 the most certain place.
     """
     count = is_open.cumsum(1)
-    mean = (doubt * is_open).cumsum(1) / count
-    length = torch.where(is_open & (mean <= cfg.tau), count, 0)
+    mean = (conf * is_open).cumsum(1) / count
+    length = torch.where(is_open & (mean >= -cfg.tau), count, 0)
     if length.max() < 2:
-        return [torch.where(is_open, doubt, torch.inf).argmin().view(1)]
-    i, j = divmod(torch.where(length == length.max(), mean, torch.inf).argmin().item(), cfg.block_size)
+        return [torch.where(is_open, conf, -torch.inf).argmax().view(1)]
+    best = torch.where(length == length.max(), mean, -torch.inf).argmax().item()
+    i, j = divmod(best, cfg.block_size)
     return [i * cfg.block_size + is_open[i, : j + 1].nonzero()[:, 0]]
 
 
-def select_tokens(is_open, doubt, cfg):
-    """The K most certain open positions, whatever their blocks."""
+def select_tokens(is_open, conf, cfg):
+    """Verification and independent tokens: the K most certain places of all blocks.  [paper, Fig. 1a]"""
     idx = is_open.flatten().nonzero()[:, 0]
-    best = doubt.flatten()[idx].argsort(stable=True)[: cfg.tokens_per_step or cfg.block_size]
+    best = conf.flatten()[idx].argsort(descending=True, stable=True)[: cfg.tokens_per_step]
     return [idx[best.sort().values]]
 
 
-# what a round writes; in the last three modes it is the diffusion LM that writes
-MODES = dict(static=select_blocks, dynamic=select_prefix,
-             verify=select_tokens, tokens=select_tokens, indep=select_blocks)  # fmt: skip
+SELECT = dict(static=select_blocks, dynamic=select_prefix, verify=select_tokens, tokens=select_tokens,
+              indep=select_blocks)  # fmt: skip
+
+
+def forward(decoder, inputs, positions, mask_mod):
+    """Hidden states (n, width) of ids (n,) or embeddings (n, D), after the committed part of the cache."""
+    n = len(inputs)
+    write_idx = decoder.kv_cache.scratch_idx(n)
+    mask = dense(mask_mod, 1, n, int(write_idx[-1]) + 1)
+    return decoder(inputs[None], positions[None], mask, write_idx)[0]
+
+
+def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
+    """What the AR model would write at n positions from a block's start, given the draft before.  [paper]
+
+    probs (n, Vs); token_ids (canvas), draft_ids (n,) int64. One forward, the blocks packed in one row under a
+    mask that keeps them apart. -> (n,) int64, on the CPU
+    """
+    aux.kv_cache.reset()
+    embeds = soft_embed(model, probs, token_ids, cfg).split(cfg.block_size)
+    drafts = draft_ids.to(probs.device).split(cfg.block_size)
+    parts = [ar_inputs(model, e[None], y[None, :-1], cfg)[0] for e, y in zip(embeds, drafts)]
+    lengths = [len(part) for part in parts]
+    segment_ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])  # every block starts at 0
+    hidden = forward(aux, torch.cat(parts), positions, segments(segment_ids[None])).split(lengths)
+    rows = torch.cat([part[-len(y) :] for part, y in zip(hidden, drafts)])
+    return shared_logits(model.aux_model.lm_head(rows), banned).argmax(-1).cpu()
+
+
+def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
+    """The AR model writes a block up to place `last`, one forward a token. -> (b,) int64, on the CPU  [§3]
+
+    probs (b, Vs), of one forward of the diffusion LM; token_ids (b,) int64 as on the canvas: a known token is
+    fed, not drawn. Nothing waits for the device before the end.
+    """
+    aux.kv_cache.reset()
+    written = token_ids.to(probs.device, copy=True)
+    is_masked = (token_ids == cfg.mask_id).tolist()
+    embeds = soft_embed(model, probs, token_ids, cfg)
+    waiting = ar_inputs(model, embeds[None], written[None, :0], cfg)[0]  # (b+2, D), then one token id
+    for j in range(last + 1):
+        start = aux.kv_cache.cache_len
+        n = len(waiting)
+        hidden = forward(aux, waiting, torch.arange(start, start + n), causal(start))
+        aux.kv_cache.commit(n)
+        if is_masked[j]:
+            logits = shared_logits(model.aux_model.lm_head(hidden[-1:]), banned)
+            written[j : j + 1] = choose(logits, cfg, generator)
+        waiting = written[j : j + 1]
+    return written.cpu()
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=None, stop_ids=None, suppress_ids=()):
-    """Marginals, their entropies, the block or tokens of lowest entropy, written by the local AR model. Batch 1.
+def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=None, suppress_ids=()):
+    """Marginals, their entropies, the most certain block or tokens, written by the AR model. Batch 1.
 
-    prompt_ids (1, P) int64; canvas_ids (1, R) what follows, masks among it: max_new_tokens masks if None, a hole and a
-    fixed suffix for infilling; stop_ids end the text (None: EOS and the end of a turn), suppress_ids are never written;
-    decoder: of new_decoder. Returns (seq_ids (1, P+R), record), everything behind the first stop token being EOS.
-    record: forwards (diffusion LM), aux_forwards (AR model), rounds, fixed_round (R,), -1 where nothing was masked;
-    rejected, vetoed drafts as (round, index among the R, token id); trace: per round [block, tokens written] of each
-    block, or [positions, positions where the AR model disagreed]. The state of the loop lies on the CPU.
-    Raises ValueError for a batch, or a known token on the canvas that the AR model does not know as such.
+    prompt_ids (1, P) int64. canvas_ids (1, R): what follows, masks among it; max_new_tokens masks if None; a
+    hole and its suffix for infilling. suppress_ids are never written. decoder: two, of the diffusion LM and
+    of the AR model. Of cfg: max_new_tokens, mode, block_size, blocks_per_step, tokens_per_step, tau, window,
+    conf, lam, envelope, topk, temperature, mask_id, eos_id, vocab_len. Returns (seq_ids (1, P+R), record),
+    all after the first EOS being EOS. record: forwards of the diffusion LM, aux_forwards, rounds, fixed_round
+    (R,), -1 where no mask was; rejected, vetoed drafts as (round, index, token id); trace, for each block
+    [block, tokens written], or for each round [positions, positions where the AR model disagreed].
+    Raises ValueError for a batch, or a token on the canvas that is not one of both models.
     """
-    check(cfg)
-    if prompt_ids.shape[0] != 1:
-        raise ValueError(f"CoDiLA decodes one prompt, not {prompt_ids.shape[0]}")
-    P, B, banned = prompt_ids.shape[1], cfg.block_size, model.banned.clone()
-    canvas = torch.full((1, cfg.max_new_tokens), cfg.mask_id) if canvas_ids is None else canvas_ids.cpu()
-    check_known(canvas[canvas != cfg.mask_id], banned.cpu())
-    banned[list(suppress_ids)] = True
-    ids, stop_ids = torch.cat([prompt_ids.cpu(), canvas], dim=1)[0], end_ids(cfg) if stop_ids is None else stop_ids
-    lam = cfg.lam if cfg.lam >= 0 else 1.0 if cfg.conf == "maxprob" else math.log(len(banned))
-    dlm, aux = (part.reset() for part in decoder or new_decoder(model, P, cfg, len(ids) - P))
-    fixed_round, rejected, trace, rounds = torch.full((len(ids),), -1), [], [], 0
-    while window := candidates(ids, P, cfg, stop_ids):
-        # propose: marginals for the candidate blocks, from one forward of the diffusion LM
-        start, is_open = window
+    P = prompt_ids.shape[1]
+    B = cfg.block_size
+    canvas = torch.full((cfg.max_new_tokens,), cfg.mask_id) if canvas_ids is None else canvas_ids[0].cpu()
+    if prompt_ids.shape[0] != 1 or (canvas[canvas != cfg.mask_id] >= cfg.vocab_len).any():
+        raise ValueError("CoDiLA decodes one prompt, and a canvas of tokens that both models have")
+    ids = torch.cat([prompt_ids[0].cpu(), canvas])  # (S,), on the CPU as all the state of the loop
+    S = len(ids)
+    banned = no_text(model, cfg, prompt_ids.device, suppress_ids)
+    dlm, aux = decoder or (Decoder(model.backbone, S), Decoder(model.aux_model, 3 * (len(canvas) + B)))
+    dlm.reset()
+    aux.reset()
+    fixed_round = torch.full((S,), -1)
+    rejected, trace, rounds = [], [], 0
+
+    while span := candidates(ids, P, cfg):
+        # propose: marginals for the candidate blocks, from one forward of the diffusion LM over the canvas
+        start, is_open = span
         token_ids = ids[start : start + is_open.numel()].clone()  # (n,): the last block may be shorter
-        n, is_masked = len(token_ids), token_ids == cfg.mask_id
-        logits, probs, doubt, draft_ids = propose(model, dlm, ids, start, start + n, cfg, banned, generator)
-        # score: by entropy; a draft that the AR model would not write is lam more doubtful
-        disagreed = torch.zeros_like(is_masked)
+        n = len(token_ids)
+        is_masked = token_ids == cfg.mask_id
+        hidden = forward(dlm, ids, torch.arange(S), full())  # nothing is committed
+        hidden = torch.cat([hidden[:1], hidden])[start : start + n]  # the row before predicts  [code]
+        logits = shared_logits(model.backbone.lm_head(hidden), banned)
+        draft_ids, conf = propose(logits, cfg, generator)
+        draft_ids = torch.where(is_masked, draft_ids, token_ids)
+        # score: by entropy; a draft that the AR model would not write is lam less certain  [paper]
+        differs = torch.zeros_like(is_masked)
         if cfg.mode == "verify":
-            disagreed = is_masked & (review(model, aux, probs, token_ids, draft_ids, cfg, banned) != draft_ids)
-            doubt[disagreed] += lam
-        doubt = F.pad(doubt, (0, is_open.numel() - n)).view(is_open.shape)
-        # select
-        for idx in MODES[cfg.mode](is_open, doubt, cfg):
-            # commit: the AR model writes a block from its marginals; a single token needs no coherence
+            ar_ids = review(model, aux, logits.softmax(-1), token_ids, draft_ids, cfg, banned)
+            differs = is_masked & (ar_ids != draft_ids)
+            conf[differs] -= cfg.lam
+        # select: whole blocks, the prefix of one, or single tokens
+        conf = F.pad(conf, (0, is_open.numel() - n)).view(is_open.shape)
+        for idx in SELECT[cfg.mode](is_open, conf, cfg):
+            # commit: what the AR model writes in the block, or else the drafts
             block_idx, last = divmod(idx[-1].item(), B)
             if cfg.mode == "static" or (cfg.mode == "dynamic" and len(idx) > 1):
                 own = slice(block_idx * B, block_idx * B + B)
-                draft_ids[own] = write_block(model, aux, probs[own], token_ids[own], last, cfg, banned, generator)
-            elif cfg.mode == "dynamic" and cfg.temperature > 0:
-                draft_ids[idx] = draw_tokens(logits[idx], cfg, generator).cpu()
-            ids[start + idx], fixed_round[start + idx] = draft_ids[idx], rounds
-            if MODES[cfg.mode] is select_tokens:
-                trace.append([(start + idx).tolist(), (start + disagreed.nonzero()[:, 0]).tolist()])
-            else:
-                trace.append([(start - P) // B + block_idx, len(idx)])
-        vetoed = (disagreed & (fixed_round[start : start + n] < 0)).nonzero()[:, 0].tolist()
-        rejected += [(rounds, start - P + i, draft_ids[i].item()) for i in vetoed]
+                probs = logits[own].softmax(-1)
+                draft_ids[own] = write_block(model, aux, probs, token_ids[own], last, cfg, banned, generator)
+            ids[start + idx] = draft_ids[idx]
+            fixed_round[start + idx] = rounds
+            of_block = [(start - P) // B + block_idx, len(idx)]
+            of_tokens = [(start + idx).tolist(), (start + differs.nonzero()[:, 0]).tolist()]
+            trace.append(of_tokens if SELECT[cfg.mode] is select_tokens else of_block)
+        vetoed = differs & (ids[start : start + n] == cfg.mask_id)
+        rejected += [(rounds, start - P + i, draft_ids[i].item()) for i in vetoed.nonzero()[:, 0].tolist()]
         rounds += 1
-    behind = slice(text_end(ids, P, stop_ids) + 1, None)
-    fixed_round[behind][ids[behind] == cfg.mask_id] = rounds - 1
-    ids[behind] = cfg.eos_id
-    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, rejected=rejected, trace=trace,
-                  fixed_round=fixed_round[P:].tolist())  # fmt: skip
+    end = text_end(ids, P, cfg) + 1
+    if end < S:
+        fixed_round[end:][ids[end:] == cfg.mask_id] = rounds - 1
+        ids[end:] = torch.tensor(cfg.eos_id).view(-1)[0]
+    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, rejected=rejected,
+                  fixed_round=fixed_round[P:].tolist(), trace=trace)  # fmt: skip
     return ids[None].to(prompt_ids.device), record
 
 
-# ------------------------------------------------------------------- an AR backbone becomes a masked diffusion LM first
+# --------------------------------------------------------------------------------------- two models as a pair
 
 
-def draw_token_noise(batch, cfg, generator):
-    """The same for blocks of one token, each masked with p = t, t stratified over the batch: masked diffusion."""
-    length, n = draw_length(batch, 1, cfg, generator), len(batch)
-    t = 1e-3 + (1 - 1e-3) * (torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)) / n
-    is_masked, draws = torch.rand(n, length, generator=generator) < t[:, None], []
-    for r, row in enumerate(batch):
-        masked = is_masked[r, len(row["prompt_ids"]) :].tolist()
-        draws.append(dict(block_size=1, length=length, block_masked=masked, known=[[False]] * len(masked),
-                          weight=row_weight("inverse_t", t[r].item(), masked)))  # fmt: skip
-    return draws
+class Pair(torch.nn.Module):
+    """The frozen diffusion LM; the AR model, all of it trained [paper]; its ids of <think> and </think>."""
 
-
-def dlm_loss(model, inputs, cfg):
-    """The masked-diffusion bound of a backbone, over blocks of one token. Returns (loss, logs)."""
-    hidden, used = read_rows(model, inputs, cfg)
-    return (inputs["weights"][used] * token_nll(model, hidden, inputs["block_ids"][used])).sum(), {}
-
-
-# -------------------------------------------------------------------------------------- what the frame asks of a script
-
-
-def check(cfg):
-    """Raise ValueError, one line, for settings that cannot work."""
-    choices = dict(mode=MODES, conf=("entropy", "maxprob"), weighting=("count", "inverse_t", "uniform"))
-    for name, allowed in choices.items():
-        if getattr(cfg, name) not in allowed:
-            raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
-    least = dict(block_size=1, blocks_per_step=1, window=-1, tokens_per_step=0, topk=0, max_pad=0, dlm_steps=-1)
-    for name, low in least.items():
-        if getattr(cfg, name) < low:
-            raise ValueError(f"{name} must be at least {low}, not {getattr(cfg, name)}")
-    if not 0 <= cfg.p_partial <= 1:
-        raise ValueError(f"p_partial must lie in [0, 1], not {cfg.p_partial}")
-    if not cfg.dlm_lr > 0 or math.isnan(cfg.tau) or math.isnan(cfg.lam):
-        raise ValueError("dlm_lr must be > 0, tau and lam numbers")
-    for name, text in (("block_sizes", cfg.block_sizes), ("table", cfg.table or "1")):
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-            raise ValueError(f"{name} is a list like 2,4,8, not {text!r}")
-    if len(cfg.tags.split()) != 2:
-        raise ValueError(f"tags are two tokens with a space between them, not {cfg.tags!r}")
-
-
-def load_backbone(name, dtype):
-    """A Hugging Face causal LM; Dream's checkpoints are Qwen2, weight names included, under a name of their own."""
-    keys, fields = {"dtype": dtype}, PretrainedConfig.get_config_dict(name)[0]
-    if fields.get("model_type") == "Dream":
-        remote = ("auto_map", "architectures", "model_type")
-        keys["config"] = Qwen2Config(**{key: value for key, value in fields.items() if key not in remote})
-    return common.from_pretrained(AutoModelForCausalLM, name, **keys)
-
-
-def load_tokenizer(name):
-    """A Hugging Face tokenizer; Dream's is Qwen2's, under a name of its own."""
-    is_dream = PretrainedConfig.get_config_dict(name)[0].get("model_type") == "Dream"
-    return (Qwen2Tokenizer if is_dream else AutoTokenizer).from_pretrained(name, trust_remote_code=False)
+    def __init__(self, backbone, aux_model, tag_ids):
+        super().__init__()
+        self.backbone = backbone.requires_grad_(False)
+        self.aux_model = aux_model.requires_grad_(True)
+        self.tag_ids = tag_ids
+        aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
 
 
 def link_vocabularies(tokenizer, aux_tokenizer, cfg):
-    """What Pair wants to know of two tokenizers. Raises ValueError, one line, for a pair that does not fit.
+    """(vocab_len, tag_ids) of two tokenizers. Raises ValueError where they are no pair.
 
-    Vs: so many leading ids are the same token in both. Both models' logits are cut there, before the softmax, which
-    drops the mask of the one and the tags of the other, whose ids may collide, and rows that one of them lacks.  [ours]
+    vocab_len: so many leading ids are the same token in both. The logits of both models are cut there, before
+    the softmax: this drops the mask of the one and the tags of the other, whose ids may collide.  [ours]
     """
-    ours, theirs = (t.convert_ids_to_tokens(list(range(len(t)))) for t in (tokenizer, aux_tokenizer))
-    vocab_len = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-    # tokens added to a vocabulary (mask, tags) may differ, its text may not; a mask may be its last entry
-    if vocab_len <= cfg.eos_id or vocab_len < tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size):
-        raise ValueError(f"the tokenizers of the two models are not a pair: they part at id {vocab_len}")
-    known, tags = aux_tokenizer.get_vocab(), cfg.tags.split()
-    if missing := [tag for tag in tags if tag not in known]:
-        raise ValueError(f"it has no token {missing[0]}: name two of its own with --tags")
-    think_id, end_think_id = (known[tag] for tag in tags)
-    turn_end = tokenizer.get_vocab().get("<|im_end|>", cfg.eos_id)
-    return dict(vocab_len=vocab_len, think_id=think_id, end_think_id=end_think_id,
-                turn_end_id=turn_end if turn_end < vocab_len and turn_end != cfg.eos_id else None)  # fmt: skip
+    ours = {i: word for word, i in tokenizer.get_vocab().items()}
+    theirs = {i: word for word, i in aux_tokenizer.get_vocab().items()}
+    n = min(max(ours), max(theirs)) + 1  # ids may have holes
+    vocab_len = next((i for i in range(n) if ours.get(i) != theirs.get(i)), n)
+    # tokens added to a vocabulary may differ, its text may not; a mask may be its last entry
+    text_len = tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size)
+    if vocab_len < text_len or vocab_len <= tokenizer.eos_token_id:
+        raise ValueError(f"its tokenizer is not that of the diffusion LM: they part at id {vocab_len}")
+    tag_ids = [i for tag in cfg.tags.split() for i, word in theirs.items() if word == tag]
+    if len(tag_ids) != 2:
+        raise ValueError(f"--tags must be two tokens that it has, not {cfg.tags}")
+    return vocab_len, tag_ids
 
 
-def load_aux(name, cfg, dtype):
-    """(AR model, its tokenizer or None) of a Hub id, a folder, or `tiny`: random, with two rows more for the tags."""
-    if name != "tiny":
-        aux_model = load_backbone(name, dtype)
-        return aux_model, None if hasattr(aux_model.config, "codila") else load_tokenizer(name)
-    torch.manual_seed(cfg.seed)
-    config = Qwen3Config(
-        vocab_size=cfg.vocab_len + 2, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    V = cfg.vocab_len
-    config.codila = dict(vocab_len=V, think_id=V, end_think_id=V + 1, turn_end_id=None)
-    return Qwen3ForCausalLM(config), None
+def load_pair(name, cfg, dtype):
+    """(Pair, tokenizer, the AR model's tokenizer) of cfg.model, in cfg.dtype, and of `name`, in dtype.
 
-
-def enter_stage(model, stage, folder, cfg):
-    """The model at the start of a stage of training, or as saved in folder: CoDiLA adds the local AR model."""
-    if stage != METHOD:
-        if cfg.aux != "tiny":  # what the last stage needs is looked for before the first one trains
-            PretrainedConfig.get_config_dict(cfg.aux)
-        return model
-    name = str(Path(folder, "aux")) if folder and Path(folder, "aux").is_dir() else cfg.aux
-    dtype = model.lm_head.weight.dtype  # float32 where the AR model is to be trained
+    On the CPU. Sets cfg.mask_id; cfg.vocab_len; cfg.eos_id, a list: EOS, and what ends a turn in chat form.
+    """
+    backbone, tokenizer = load(cfg.model, cfg, getattr(torch, cfg.dtype))
     try:
-        aux_model, aux_tokenizer = load_aux(name, cfg, dtype)
-        if aux_tokenizer is not None:
-            aux_model.config.codila = link_vocabularies(load_tokenizer(folder or cfg.model), aux_tokenizer, cfg)
+        aux_tokenizer = common.read_tokenizer(name)
+        cfg.vocab_len, tag_ids = link_vocabularies(tokenizer, aux_tokenizer, cfg)
+        aux_model = from_pretrained(name, dtype, meta=RANK > 0)
+        if max(cfg.vocab_len - 1, *tag_ids) >= aux_model.config.vocab_size:
+            raise ValueError(f"it has {aux_model.config.vocab_size} rows, fewer than tokens")
     except Exception as error:
-        raise ValueError(f"cannot load local AR model {name!r}: {' '.join(str(error).split())[:300]}") from error
-    link, kinds = aux_model.config.codila, dict(vocab_len=int, think_id=int, end_think_id=int, turn_end_id=int | None)
-    if type(link) is not dict or not all(isinstance(link.get(key, ""), kind) for key, kind in kinds.items()):
-        raise ValueError(f"{name!r} does not say which tokens it shares with the diffusion LM: `codila` in config.json")
-    cfg.turn_end_id = link["turn_end_id"]
-    rows, aux_rows = (part.get_input_embeddings().num_embeddings for part in (model, aux_model))
-    ids, tags = [cfg.eos_id, cfg.turn_end_id or 0], [link["think_id"], link["end_think_id"]]
-    if not (0 <= max(ids) < link["vocab_len"] <= min(rows, aux_rows) and 0 <= min(tags) <= max(tags) < aux_rows):
-        raise ValueError(f"{link['vocab_len']} shared tokens and two tags do not fit {rows} and {aux_rows} rows")
-    if ranks(cfg)[1] == 1:  # frozen: half the memory; shards want one dtype
-        model.to(getattr(torch, cfg.dtype))
-    return Pair(model, prepare(aux_model.to(cfg.device)), link)
+        raise ValueError(f"cannot load local AR model {name}: {str(error)[:300]}") from error
+    ends = [tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>", cfg.vocab_len)]
+    cfg.eos_id = list(dict.fromkeys(i for i in ends if i < cfg.vocab_len))
+    return Pair(backbone, aux_model, tag_ids), tokenizer, aux_tokenizer
 
 
-def save_method(model, folder, cfg):
-    """The diffusion LM as a Hugging Face folder, the local AR model as another one in its `aux`."""
-    getattr(model, "backbone", model).save_pretrained(folder, max_shard_size="1000GB")
-    if isinstance(model, Pair):
-        model.aux_model.save_pretrained(Path(folder, "aux"), max_shard_size="1000GB")
+# =============================================== frame: the same text in all five scripts, compared by a test
+# Rows, backbone, saves, the optimiser loop, decoding of many problems, the command line. Of its own script it
+# calls draw_noise, make_training_inputs and training_loss.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of shards: whole tensors, on rank 0 alone
+COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
+SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
+                     temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
+MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
+PAIRS = ("prompt/response", "question/answer", "query/response", "prompt/completion", "instruction/output")
 
 
-def plain_lm(model):
-    """What plain AR decoding runs on where there is no AR baseline."""
-    return model.backbone
+def read_data(path):
+    """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-
-def spare_mask_id(backbone, tokenizer):
-    """A mask token for a backbone that has none and is not to be trained: a diffusion LM must have learnt it."""
-    return None
-
-
-def new_decoder(model, prompt_len, cfg, canvas_len=None):
-    """Decoders of both models, with room for a prompt and its canvas, and for all blocks of the canvas under review."""
-    R = cfg.max_new_tokens if canvas_len is None else canvas_len
-    room = max(-(-R // B) * (2 * B + 1) for B in [cfg.block_size, *sizes(cfg.table)])
-    dlm = Decoder(model.backbone, prompt_len + R, compiled=cfg.compile)
-    return dlm, Decoder(model.aux_model, max(room, 1), compiled=cfg.compile)
-
-
-def pack(rows, cfg):
-    """Rows of at most max_len tokens; in chat form the turn ends in front of EOS."""
-    return keep_short([row | {"answer_ids": row["answer_ids"][:-1] + end_ids(cfg)} for row in rows], cfg)
-
-
-def stages(cfg):
-    """The stages of training: a plain AR model of the data, its adaptation to masked diffusion, the local AR model."""
-    dlm_steps = cfg.steps if cfg.dlm_steps < 0 else cfg.dlm_steps
-    return [
-        Stage("ar", cfg.ar_steps, cfg.ar_lr, keep_short, None, make_ar_inputs, ar_loss),
-        Stage("dlm", dlm_steps, cfg.dlm_lr, pack, draw_token_noise, make_training_inputs, dlm_loss),
-        Stage(METHOD, cfg.steps, cfg.lr, pack, draw_noise, make_training_inputs, training_loss),
-    ]
-
-
-def decoders(cfg):
-    """(label, generate) of each decoding that `--generate` puts beside plain AR; cfg.table: the paper's comparison."""
-
-    def row(label, **changes):
-        return label, lambda model, ids, cfg, *rest: generate(model, ids, dataclasses.replace(cfg, **changes), *rest)
-
-    if not cfg.table:
-        return [row(f"{METHOD} {cfg.mode}")]
-    rows = [row("one token a forward", mode="tokens", tokens_per_step=1)]
-    for B in sizes(cfg.table):
-        rows.append(row(f"independent tokens, K={B}", mode="tokens", block_size=B, tokens_per_step=B))
-        rows.append(row(f"independent block, K=B={B}", mode="indep", block_size=B))
-        rows.append(row(f"{METHOD}, K=B={B}", mode="static", block_size=B))
-    for tau in (cfg.tau / 2, cfg.tau):
-        rows.append(row(f"{METHOD} dynamic, B={cfg.block_size}, tau={tau:g}", mode="dynamic", tau=tau))
+    One object a line: `messages`, of which the last answer is learnt, or one of PAIRS; `pattern`: a regular
+    expression of all right answers, where there are several.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        try:
+            row = json.loads(line.decode("utf-8-sig")) if line.strip() else {"messages": None}
+            if "messages" not in row:
+                user, assistant = next(pair.split("/") for pair in PAIRS if row.keys() >= {*pair.split("/")})
+                row["messages"] = [dict(role="user", content=row[user])]
+                row["messages"] += [dict(role="assistant", content=row[assistant])]
+            if line.strip():
+                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                *prompt, answer = row["messages"]
+                rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
+        except Exception as error:
+            wanted = f"an object with {', '.join(PAIRS)} or messages that end with the assistant's"
+            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
+            raise ValueError(f"{path}, line {number}: not {wanted}") from None
+    if not rows:
+        raise ValueError(f"{path} has no rows")
     return rows
 
 
-THEMES = "red blue green gold".split()
-# identifiers of three tokens; the first token is shared by two of them, the last by three
-NAMES = ["abcdef"[i // 2] + "αβγδεζηθικλμ"[i] + "1234"[i % 4] for i in range(12)]
+def encode(tokenizer, messages, answer=""):
+    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS.
 
-
-def names_of(theme):
-    """The 6 of the 12 identifiers that a theme allows, likeliest first."""
-    return [NAMES[(3 * THEMES.index(theme) + 5 * j) % 12] for j in range(6)]
-
-
-def problem(rng):
-    """One problem of the built-in task: (prompt, program). Lines like aα1=bδ4+aα1; are 12 tokens each.
-
-    The number in the prompt only makes it unique: programs of one theme and length differ at random.
+    Text stays text: the name of a special token in a message is never taken for the token.
     """
-    theme, count = rng.choice(THEMES), rng.randint(2, 3)
-    lines = []
-    for _ in range(count):
-        a, b, c = rng.choices(names_of(theme), (0.55, 0.22, 0.11, 0.06, 0.04, 0.02), k=3)
-        lines.append(f"{a}={b}{rng.choice('+*')}{c};")
-    return f"{count} {theme} lines {rng.randrange(10000):04d}:", "".join(lines)
+    plain = dict(add_special_tokens=False, split_special_tokens=True)
+    eos_id = tokenizer.eos_token_id
+    if not tokenizer.chat_template:
+        text = "\n".join(message["content"] for message in messages)
+        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        prompt_ids = prompt_ids[: -1 if prompt_ids[-1:] == [eos_id] else None]  # some tokenizers end texts
+    else:
+        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        messages = [m | {"content": re.sub(f"({names})", "\ue000\\1", m["content"])} for m in messages]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
+        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if "\ue000" not in text else []
+        for part in re.split(f"((?<!\ue000)(?:{names}))", text) if not prompt_ids else ():
+            part_ids = tokenizer(part.replace("\ue000", ""), **plain)["input_ids"]
+            prompt_ids += [special[part]] if part in special else part_ids  # the template's own, or text
+    return {"prompt_ids": prompt_ids, "answer_ids": tokenizer(answer, **plain)["input_ids"] + [eos_id]}
 
 
-def is_right(prompt, text, reference):
-    """A program is well-formed: as many statements as asked for, of names that the theme allows."""
-    asked = re.fullmatch(rf"(\d) ({'|'.join(THEMES)}) lines \d+:", prompt)
-    if not asked:
-        return text.strip() == reference.strip()
-    name = f"({'|'.join(names_of(asked[2]))})"
-    return re.fullmatch(rf"({name}={name}[+*]{name};){{{asked[1]}}}", text.strip()) is not None
-
-
-def infill(cfg, value):
-    """PREFIX SUFFIX, or nothing for the rows of --data (JSONL: prompt, suffix): fill max_new_tokens between them."""
-    if len(value) not in (0, 2) or not (value or cfg.data):
-        raise ValueError("--infill takes PREFIX and SUFFIX, or nothing and --data FILE with rows of prompt and suffix")
-    pairs, folder = [value] if value else [], cfg.out if cfg.model == "tiny" else cfg.model
-    for number, line in enumerate([] if value else Path(cfg.data).read_bytes().split(b"\n"), 1):
-        try:
-            if line.strip():
-                row = json.loads(line)
-                pairs.append((row["prompt"] + "", row["suffix"] + ""))
-        except (ValueError, TypeError, LookupError):
-            raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt and suffix") from None
-    if not pairs:
-        raise ValueError(f"{cfg.data} has no rows")
-    "".join(text for pair in pairs for text in pair).encode()  # half a character raises ValueError
-    model, tokenizer = load(folder, cfg, training=False)
-    model, totals = enter_stage(model, METHOD, folder, cfg).train(False), collections.Counter()
-    hole, generator = [cfg.mask_id] * cfg.max_new_tokens, torch.Generator().manual_seed(cfg.seed)
-    for prefix, suffix in pairs:
-        prefix_ids, suffix_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prefix, suffix))
-        if len(prefix_ids) + len(suffix_ids) > cfg.max_len:
-            raise ValueError(f"{prefix[:40]!r} and {suffix[:40]!r} have more than max_len = {cfg.max_len} tokens")
-        prompt_ids = torch.tensor([prefix_ids], dtype=torch.int64, device=cfg.device)
-        canvas_ids, clock = torch.tensor([hole + suffix_ids]), time.time()
-        seq_ids, record = generate(model, prompt_ids, cfg, None, generator, canvas_ids, (), end_ids(cfg))
-        new_ids = seq_ids[0, len(prefix_ids) : len(prefix_ids) + len(hole)]
-        print(f"{prefix}[{tokenizer.decode(new_ids)}]{suffix}")
-        totals.update(rows=1, new_tokens=len(hole), forwards=record["forwards"], seconds=time.time() - clock)
-    totals["tokens_per_forward"] = round(totals["new_tokens"] / totals["forwards"], 3)
-    print(json.dumps({"method": METHOD, "infill": cfg.mode, **totals}))
-
-
-# flags of this script alone: name -> (arguments of add_argument, function(cfg, value))
-OWN_FLAGS = {"infill": (dict(nargs="*", metavar="TEXT", help=infill.__doc__), infill)}
-
-
-# ========================================================= frame: the same text in all five scripts, compared by a test
-# Data, the built-in backbone, plain AR as the baseline, the optimiser loop, checkpoints, the command line.
-
-# of training; see `fit` and `stages`; draw is None where there is no noise
-Stage = collections.namedtuple("Stage", "name steps lr pack draw build loss")
-
-
-def padded_len(rows, cfg):
-    """Columns for these rows; on CUDA a multiple of 128: few lengths, few compilations."""
-    longest = max(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows)
-    return -(-longest // 128) * 128 if cfg.device.startswith("cuda") else longest
-
-
-def keep_short(rows, cfg):
-    """Rows of at most max_len tokens; the others are dropped, not cut, and counted on stderr."""
+def encode_rows(tokenizer, cfg):
+    """The rows of cfg.data; those of more than max_len tokens are dropped, not cut, and counted on stderr."""
+    rows = [encode(tokenizer, messages, answer) for messages, answer, _ in read_data(cfg.data)]
     short = [row for row in rows if len(row["prompt_ids"]) + len(row["answer_ids"]) <= cfg.max_len]
-    if not short:
-        raise ValueError(f"all {len(rows)} rows are longer than max_len {cfg.max_len}")
-    if n_long := len(rows) - len(short):
-        print(f"{n_long} of {len(rows)} rows are longer than max_len {cfg.max_len}: dropped", file=sys.stderr)
+    if not short or not all(row["prompt_ids"] for row in short):
+        raise ValueError(f"{cfg.data}: no row fits into max_len {cfg.max_len}, or a prompt has no tokens")
+    if len(short) < len(rows):
+        print(f"{len(rows) - len(short)} of {len(rows)} rows exceed max_len: dropped", file=sys.stderr)
     return short
 
 
-def make_ar_inputs(batch, draws, cfg):
-    """Plain AR rows, prompt | answer | padding: label i is token i+1 where that is an answer token."""
-    T = padded_len(batch, cfg)
-    input_ids, labels = torch.full((len(batch), T), cfg.eos_id), torch.full((len(batch), T), -100)
-    for i, row in enumerate(batch):
-        P, ids = len(row["prompt_ids"]), torch.tensor(row["prompt_ids"] + row["answer_ids"])
-        input_ids[i, : len(ids)], labels[i, P - 1 : len(ids) - 1] = ids, ids[P:]
-    return {"input_ids": input_ids, "labels": labels, "weights": (labels != -100) / (labels != -100).sum()}
+def load(name, cfg, dtype, training=False):
+    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, cfg.eos_id, cfg.vocab_len.
 
-
-def ar_loss(model, inputs, cfg):
-    """Mean next-token loss over the answer tokens of the whole batch. Returns (loss, logs)."""
-    (B, T), device = inputs["input_ids"].shape, inputs["input_ids"].device
-    positions = torch.arange(T, device=device).expand(B, T)
-    hidden = walk(model, inputs["input_ids"], positions, build_mask(causal(), 1, T, T, device))
-    return (inputs["weights"] * token_nll(model, hidden, inputs["labels"])).sum(), {}
-
-
-def tiny_backbone(cfg):
-    """A small Qwen3 of random weights, and a tokenizer whose tokens are the words and digits of the built-in task."""
-    pattern, rng, special = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]", random.Random(0), ["<eos>", "<mask>", "<unk>"]
-    words = sorted({word for _ in range(2000) for text in problem(rng) for word in re.findall(pattern, text)})
-    vocab = {word: i for i, word in enumerate(special + words)}
-    spec = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "tokenizer.json")
-        file.write_text(json.dumps(spec))
-        names = {"eos_token": "<eos>", "mask_token": "<mask>", "unk_token": "<unk>"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
-    torch.manual_seed(cfg.seed)
-    config = Qwen3Config(
-        vocab_size=len(vocab), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0,
-        mask_token_id=1, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config), tokenizer
-
-
-def load(name, cfg, training):
-    """(backbone, tokenizer) of a Hub id, a folder or `tiny`; sets cfg.mask_id, cfg.eos_id and cfg.vocab_len.
-
-    Weights are float32 while training (bfloat16 enters by autocast), else cfg.dtype. A backbone to be trained that has
-    no mask token gets one: a spare row of its embedding if there is one, else a new row near the mean of the others.
-    Raises ValueError, one line, for whatever cannot be loaded or has no mask or EOS token.
+    A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
     """
     try:
-        if name == "tiny":
-            backbone, tokenizer = tiny_backbone(cfg)
-        else:
-            tokenizer = load_tokenizer(name)
-            backbone = load_backbone(name, torch.float32 if training else getattr(torch, cfg.dtype))
-        encode(tokenizer, [{"role": "user", "content": "a"}], "a")  # what is wrong with it shows here
-    except Exception as error:
-        raise ValueError(f"cannot load model {name!r}: {' '.join(str(error).split())[:300]}") from error
-    mask_id, known = getattr(backbone.config, "mask_token_id", None), tokenizer.get_vocab()
-    for word in (tokenizer.mask_token, "<|mask|>", "|<MASK>|", "<|mdm_mask|>"):
-        mask_id = known.get(word) if mask_id is None else mask_id
-    mask_id = spare_mask_id(backbone, tokenizer) if mask_id is None else mask_id
-    if mask_id is None and training:
-        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-        mask_id = tokenizer.mask_token_id
-        if mask_id >= backbone.get_input_embeddings().num_embeddings:
+        tokenizer = common.read_tokenizer(name)
+        model = from_pretrained(name, dtype, meta=RANK > 0)
+        if not encode(tokenizer, [{"role": "user", "content": "a"}])["prompt_ids"]:  # or its template fails
+            raise ValueError("its tokenizer has no tokens")
+        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1
+        given = [getattr(model.config, "mask_token_id", None), tokenizer.mask_token_id]
+        given += [tokenizer.get_added_vocab().get(word) for word in MASKS]
+        given += [cfg.vocab_len] if training else []
+        cfg.mask_id = model.config.mask_token_id = next((i for i in given if i is not None), None)
+        cfg.eos_id = tokenizer.eos_token_id
+        if cfg.mask_id == cfg.vocab_len == model.config.vocab_size:
             torch.manual_seed(cfg.seed)
-            backbone.resize_token_embeddings(mask_id + 1)
-    cfg.mask_id, cfg.eos_id, cfg.vocab_len = mask_id, tokenizer.eos_token_id, len(tokenizer)
-    if cfg.mask_id is None or cfg.eos_id is None:
-        raise ValueError(f"model {name!r} has no {'mask' if cfg.mask_id is None else 'EOS'} token")
-    if cfg.mask_id == cfg.eos_id:
-        raise ValueError(f"mask and EOS must be two tokens, model {name!r} has {cfg.eos_id} for both")
-    ids, rows = [*tokenizer.get_vocab().values(), cfg.mask_id], backbone.get_input_embeddings().num_embeddings
-    if not all(type(i) is int and 0 <= i < rows for i in ids):
-        raise ValueError(f"model {name!r} has an embedding of {rows} rows and token ids outside of it")
-    backbone.config.mask_token_id = cfg.mask_id
-    backbone.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
-    return prepare(backbone.to(cfg.device)), tokenizer
-
-
-def read_problems(cfg):
-    """(training, held-out) problems, each (messages, answer). Held out: the last cfg.problems rows, at most half."""
-    pairs, problems = (("prompt", "response"), ("question", "answer"), ("query", "response")), []
-    if not cfg.data:  # a dict: each prompt once, so that what is held out is unseen
-        rng = random.Random(cfg.seed)
-        texts = dict(problem(rng) for _ in range(6000 + cfg.problems))
-        problems = [([{"role": "user", "content": prompt}], answer) for prompt, answer in texts.items()]
-    for number, line in enumerate(Path(cfg.data).read_bytes().split(b"\n") if cfg.data else [], 1):
-        try:
-            row = json.loads(line) if line.strip() else {"messages": None}
-            names = next((pair for pair in pairs if pair[0] in row), ("", ""))
-            messages = row["messages"] if "messages" in row else [
-                {"role": role, "content": row[name]} for role, name in zip(("user", "assistant"), names)]  # fmt: skip
-            if messages:
-                if messages[-1]["role"] != "assistant":
-                    raise ValueError
-                [m[key].encode() for m in messages for key in ("role", "content")]  # text, or one of the errors below
-                problems.append((messages[:-1], messages[-1]["content"]))
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            raise ValueError(f"{cfg.data}, line {number}: not a JSON object with prompt/response, question/answer, "
-                             "query/response or messages that end with the assistant's") from None  # fmt: skip
-    if not problems:
-        raise ValueError(f"{cfg.data} has no rows")
-    held_out = min(cfg.problems, max(len(problems) // 2, 1))
-    return problems[:-held_out] or problems, problems[-held_out:]
-
-
-def encode(tokenizer, messages, answer=""):
-    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS."""
-    text = "\n".join(message["content"] for message in messages)
-    (text + answer).encode()  # half a character raises ValueError
-    if tokenizer.chat_template:
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        except Exception as error:
-            raise ValueError(f"the chat template refuses {str(messages)[:200]}: {error}") from error
-    prompt_ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return {"prompt_ids": prompt_ids, "answer_ids": [*answer_ids, tokenizer.eos_token_id]}
-
-
-def write_folder(out, write, last="model.safetensors"):
-    """Let write(folder) fill a folder beside `out`, fsync, rename: each file is replaced whole, `last` at the end."""
-    out, tmp = Path(out), Path(f"{out}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    write(tmp)
-    files = [path for path in tmp.rglob("*") if path.is_file()]
-    files.sort(key=lambda path: path.name == last)
-    for path in files:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    if out.exists():
-        for path in files:
-            (out / path.relative_to(tmp)).parent.mkdir(exist_ok=True)
-            os.replace(path, out / path.relative_to(tmp))
-        shutil.rmtree(tmp)
-    else:
-        tmp.rename(out)
-
-
-def save(model, tokenizer, cfg, stage, step, tensors):
-    """A Hugging Face folder in cfg.out, with settings.json and the training state: what is trained, the optimiser."""
-
-    def write(folder):
-        save_file(tensors, folder / "training_state.safetensors", metadata={"stage": stage, "step": str(step)})
-        (folder / "settings.json").write_text(json.dumps({"method": METHOD, **dataclasses.asdict(cfg)}, indent=1))
-        tokenizer.save_pretrained(folder)
-        save_method(model, folder, cfg)
-
-    partly = not all(p.requires_grad for p in model.parameters())  # then the state counts once the frozen rest is there
-    write_folder(cfg.out, write, "training_state.safetensors" if partly else "model.safetensors")
-
-
-def read_state(folder):
-    """(stage, step, tensors) of the last save. Raises ValueError where there is none."""
-    try:
-        with safe_open(Path(folder, "training_state.safetensors"), "pt") as file:
-            meta = file.metadata()
-            return meta["stage"], int(meta["step"]), {key: file.get_tensor(key) for key in file.keys()}
+            model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
+        rows = model.config.vocab_size
+        if cfg.eos_id in (None, cfg.mask_id) or max(cfg.eos_id, cfg.mask_id or 0, cfg.vocab_len - 1) >= rows:
+            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens do not fit an "
+                             f"embedding of {rows} rows, or are no tokens of their own")  # fmt: skip
     except Exception as error:
-        raise ValueError(f"nothing to resume in {folder}: {error}") from error
+        hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
+        raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
+    if type(model.config.eos_token_id) is list and not training:
+        cfg.eos_id = model.config.eos_token_id
+    model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
+    return model, tokenizer
 
 
-def batch_at(rows, step, size, seed):
-    """The `size` rows of a step, from the seed alone: each pass over the data has a permutation of its own."""
-
-    def order(epoch):
-        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
-
-    picks = range(step * size, (step + 1) * size)
-    orders = {epoch: order(epoch) for epoch in {i // len(rows) for i in picks}}
-    return [rows[orders[i // len(rows)][i % len(rows)]] for i in picks]
+def newest(out):
+    """The last whole save: out/step-N while training runs, `out` itself once out/ended has been moved up."""
+    if RANK == 0:
+        for path in Path(out, "ended").glob("*"):
+            os.replace(path, Path(out, path.name))
+        shutil.rmtree(Path(out, "ended"), ignore_errors=True)
+    return max(Path(out).glob("step-*"), default=Path(out))
 
 
-def ranks(cfg):
-    """(rank, world size): (0, 1), or torchrun's, with the process group started and this rank's device chosen."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and not dist.is_initialized():
-        if cfg.device.startswith("cuda"):
-            cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(cfg.device)
-        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
-    return (dist.get_rank(), world) if world > 1 else (0, 1)
+def save(part, tokenizer, optimizer, step, cfg):
+    """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
+    weights = get_model_state_dict(part, options=WHOLE)
+    moments = get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    if RANK == 0:
+        tmp = Path(cfg.out, "unfinished")
+        shutil.rmtree(tmp, ignore_errors=True)
+        part.config.trained_with = {"method": METHOD, **dataclasses.asdict(cfg)}
+        weights = {name: weights[name] for name, _ in part.named_parameters()}  # a tied head once
+        state = {f"{name} {key}": x for name, pair in moments["state"].items() for key, x in pair.items()}
+        try:
+            part.save_pretrained(tmp, state_dict=weights, max_shard_size="1000GB")
+            tokenizer.save_pretrained(tmp)
+            save_file(state, tmp / "optimizer.safetensors", {"rows": str(step * cfg.batch_size)})
+        except Exception:
+            shutil.rmtree(tmp)  # a full disk: the last save stays
+            raise
+        for path in tmp.glob("*.safetensors"):
+            path.chmod((tmp / "config.json").stat().st_mode)  # what the umask asks for
+        os.sync()
+        older = list(Path(cfg.out).glob("step-*"))
+        tmp.rename(Path(cfg.out, "ended" if step == cfg.steps else f"step-{step:09d}"))
+        for path in older:
+            shutil.rmtree(path)
+        newest(cfg.out)
+    if WORLD > 1:
+        dist.barrier()
 
 
-def shard(model, stage, cfg):
-    """A copy of the model, sharded by FSDP2 layer by layer; its forward is the loss: there the sharding hooks stand."""
+def resume(part, optimizer, folder):
+    """Put AdamW's moments back, on each rank its shards; the weights are there. Returns the rows seen."""
+    with safe_open(Path(folder, "optimizer.safetensors"), "pt") as file:
+        for name, p in part.named_parameters():
+            for key in ("step", "exp_avg", "exp_avg_sq") if p.requires_grad else ():
+                x = file.get_tensor(f"{name} {key}")
+                x = x.to(p.device) if key != "step" else x
+                sharded = WORLD > 1 and key != "step"
+                optimizer.state[p][key] = distribute_tensor(x, p.device_mesh, p.placements) if sharded else x
+        return int(file.metadata()["rows"])
+
+
+def shard(model, cfg):
+    """FSDP2 in place, layer by layer. Rank 0 has read the weights; it sends the others their shards."""
+    weights = model.state_dict() if RANK == 0 else {}
     low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    live = copy.deepcopy(model).to(cfg.device)
-    live.forward = types.MethodType(lambda self, inputs: stage.loss(self, inputs, cfg), live)
-    for module in [*live.modules()]:
-        if hasattr(module, "input_layernorm"):
-            fully_shard(module, mp_policy=policy)
-    return fully_shard(live, mp_policy=policy)
+    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(torch.device(cfg.device).type, (WORLD,))
+    for module in [*(m for m in model.modules() if hasattr(m, "input_layernorm")), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    if RANK > 0:
+        model.to_empty(device=cfg.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
 
 
-def whole(tensor):
-    """A tensor, or all of a sharded one."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
-
-
-def fit(model, tokenizer, stage, rows, cfg, state=None):
-    """One stage of training: AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
-
-    Step s takes its rows and its noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's
-    weights are set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
-    """
-    rank, world = ranks(cfg)
-    start, tensors = state[1:] if state and state[0] == stage.name else (0, {})
-    trained = {name: (p.shape, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
-    fitting = {f"{key}.{name}": kind for key in ("param", "exp_avg", "exp_avg_sq") for name, kind in trained.items()}
-    if tensors and fitting != {key: (value.shape, value.dtype) for key, value in tensors.items()}:
-        raise ValueError(f"the training state in {cfg.out} is of another model")
-    for name, p in model.named_parameters():
-        p.data.copy_(tensors.get(f"param.{name}", p))
-    live = shard(model, stage, cfg) if world > 1 else model
-    names = {name: p for name, p in live.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(names.values(), stage.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay)
-    for name, p in names.items() if tensors else ():
-        pair = {key: tensors[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
-        if world > 1:
-            pair = {key: distribute_tensor(value, p.device_mesh, p.placements) for key, value in pair.items()}
-        optimizer.state[p] = {"step": torch.tensor(float(start)), **pair}
-    stopped, losses, tokens, clock, parts = [], [], 0, time.time(), cfg.accumulation * world
-    usual = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))  # Ctrl-C: finish the step, save, go
-    autocast = torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
-    title = f"{METHOD}: {stage.name}"
-    bar = tqdm(range(start, stage.steps), title, initial=start, total=stage.steps, mininterval=1, disable=rank > 0)
-    live.train()
+@contextlib.contextmanager
+def stop_signals():
+    """A list that fills on Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved. Not in a thread."""
+    stopped = []
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in signals}
     try:
+        yield stopped
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def fit(model, part, tokenizer, rows, cfg, folder=None):
+    """AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
+
+    part: what is trained and saved, the model or a module of it; folder: the save to go on from. Step s takes
+    rows and noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's weights are
+    set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
+    """
+    Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
+    device = torch.device(cfg.device)
+    model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
+    if WORLD > 1:
+        shard(model, cfg)
+    model.to(device).train()
+    trained = [p for p in part.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
+                                  fused=device.type == "cuda")  # fmt: skip
+    start = resume(part, optimizer, folder) // cfg.batch_size if folder else 0
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
+    parts = cfg.accumulation * WORLD
+    losses, total, clock = [], torch.zeros(2), time.time()
+    bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
+               bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
+    with stop_signals() as stopped:
         for step in bar:
-            generator = torch.manual_seed((cfg.seed * 1_000_003 + step) * 2 + 1)  # noise and dropout
-            batch = batch_at(rows, step, cfg.batch_size * world, cfg.seed)
-            inputs = stage.build(batch, stage.draw and stage.draw(batch, cfg, generator), cfg)
-            tokens, loss = tokens + inputs["input_ids"].numel(), 0.0
-            for part in range(rank, parts, world):
-                micro = {key: value[part::parts].to(cfg.device) for key, value in inputs.items()}
+            generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # noise and dropout
+            picks = range(step * cfg.batch_size, (step + 1) * cfg.batch_size)
+            batch = [rows[order[i % len(rows)]] for i in picks]
+            inputs = make_training_inputs(batch, draw_noise(batch, cfg, generator), cfg)
+            total = torch.zeros(2, dtype=torch.float64, device=device)  # loss; ranks that were told to stop
+            for i in range(RANK, parts, WORLD):
+                micro = {name: tensor[i::parts].to(device) for name, tensor in inputs.items()}
                 with autocast:
-                    part_loss, logs = live(micro) if world > 1 else stage.loss(model, micro, cfg)
-                (part_loss * world).backward()  # sharded gradients are means over the ranks
-                loss += part_loss.item()
-            if world > 1:
-                total = torch.tensor([loss, len(stopped)], dtype=torch.float64, device=cfg.device)
+                    loss = model(micro)[0]
+                (loss * WORLD).backward()  # FSDP2 takes the mean over ranks
+                total[0] += loss.detach()
+            total[1] += len(stopped)
+            if WORLD > 1:
                 dist.all_reduce(total)
-                loss, stopped = total[0].item(), [True] * int(total[1])
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"loss {loss} at step {step} of stage {stage.name}; the last save stays")
-            torch.nn.utils.clip_grad_norm_(names.values(), cfg.clip)
-            rate = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / stage.steps)) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = stage.lr * min(rate, (step + 1) / max(cfg.warmup * stage.steps, 1))
+            losses.append(total[0].item())
+            if not math.isfinite(losses[-1]):
+                raise ValueError(f"loss {losses[-1]} at step {step}: the last save stays")
+            torch.nn.utils.clip_grad_norm_(trained, cfg.clip)
+            cosine = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / cfg.steps)) / 2
+            lr = cfg.lr * min(cosine, (step + 1) / max(cfg.warmup * cfg.steps, 1))
+            optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss)
-            bar.set_postfix(loss=f"{loss:.3f}", **logs, tok_s=f"{tokens / (time.time() - clock):,.0f}", refresh=False)
-            if stopped or step + 1 == stage.steps or (step + 1) % cfg.save_every == 0:
-                for (_, p), (_, q) in zip(model.named_parameters(), live.named_parameters() if world > 1 else ()):
-                    p.data.copy_(whole(q))
-                held = {f"param.{name}": whole(p) for name, p in names.items()}
-                for key in ("exp_avg", "exp_avg_sq"):
-                    held |= {f"{key}.{name}": whole(optimizer.state[p][key]) for name, p in names.items()}
-                if rank == 0:
-                    save(model, tokenizer, cfg, stage.name, step + 1, held)
-            if stopped:
-                raise KeyboardInterrupt
-    finally:
-        signal.signal(signal.SIGINT, usual)
+            mean = sum(losses[-20:]) / len(losses[-20:])
+            speed = inputs["input_ids"].numel() * len(losses) / (time.time() - clock)
+            bar.set_postfix_str(f"loss {mean:.3f}, lr {lr:.1e}, {speed:,.0f} tok/s", refresh=False)
+            if total[1] or step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
+                save(part, tokenizer, optimizer, step + 1, cfg)
+            if total[1]:
+                break
+    if total[1]:
+        print(f"{METHOD}.py: stopped and saved after {step + 1} steps; --resume goes on", file=sys.stderr)
+        sys.exit(128 + (stopped or [signal.SIGTERM])[0])
     return losses
 
 
-def train(cfg, resume):
-    """All stages of training, into cfg.out. What the AR stage gives stays in cfg.out/ar as the baseline."""
-    held = read_settings(cfg.out)
-    if not resume and Path(cfg.out).exists() and (held.get("method"), held.get("model")) != (METHOD, cfg.model):
-        raise ValueError(f"{cfg.out} holds something else than {METHOD} on {cfg.model}: name another --out")
-    above = next(path for path in Path(cfg.out).absolute().parents if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ValueError(f"{above}, where {cfg.out} is to lie, cannot be written to")
-    state = read_state(cfg.out) if resume else None
-    model, tokenizer = load(cfg.out if resume else cfg.model, cfg, training=True)
-    rows = [encode(tokenizer, *problem) for problem in read_problems(cfg)[0]]
-    if not all(row["prompt_ids"] for row in rows):
-        raise ValueError(f"{cfg.data}: a prompt has no tokens")
-    todo = [stage for stage in stages(cfg) if stage.steps > 0]
-    if not state and todo[:1] and todo[0].name != "ar":
-        shutil.rmtree(f"{cfg.out}/ar", ignore_errors=True)  # the baseline of an earlier run
-    if state:
-        todo = todo[[stage.name for stage in todo].index(state[0]) :]
-    for stage in todo:
-        here = state is not None and state[0] == stage.name
-        model = enter_stage(model, stage.name, cfg.out if here else None, cfg)
-        losses = fit(model, tokenizer, stage, stage.pack(rows, cfg), cfg, state)
-        if losses:
-            print(f"{METHOD}: {stage.name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-        if stage.name == "ar" and ranks(cfg)[0] == 0:
-            write_folder(f"{cfg.out}/ar", lambda tmp: (model.save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
-
-
 def trim(ids, cfg):
-    """New tokens as a user wants them: up to and including the first EOS, at most max_new_tokens. (n,) -> list"""
-    ids = ids.tolist()[: cfg.max_new_tokens]
-    return ids[: ids.index(cfg.eos_id) + 1] if cfg.eos_id in ids else ids
+    """New tokens as a user wants them: up to the first EOS, at most max_new_tokens. (n,) -> list"""
+    ids = ids[: cfg.max_new_tokens].cpu()
+    ends = is_eos(ids, cfg.eos_id).nonzero()[:, 0].tolist()
+    return ids[: ends[0] + 1 if ends else None].tolist()
 
 
-def measure(label, run, decoder, model, tokenizer, problems, cfg, shown=0, show=()):
-    """Decode the problems one by one, print the first `shown` texts. Returns the figures, ratios of totals."""
-    outputs, forwards, seconds, right, generator = [], 0, 0.0, 0, torch.Generator().manual_seed(cfg.seed)
-    rank, world = ranks(cfg)
-    for number, (messages, reference) in enumerate(problems[rank::world]):
+def is_right(text, answer, pattern):
+    """By the row's pattern; else by the number after #### where the answer has one; else as it stands."""
+    if pattern is not None:
+        return re.fullmatch(pattern, text.strip()) is not None
+    if "####" in answer:
+        text, answer = (x.partition("####")[2].replace(",", "") for x in (text, answer))
+    return text.strip() == answer.strip()
+
+
+def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
+    """Decode the problems one by one; prints the first texts and a line of figures. Returns the figures.
+
+    ar: what this function returned for plain AR. All ratios are of totals.
+    """
+    generator = torch.Generator().manual_seed(cfg.seed)
+    outputs, right, forwards, seconds = [], 0, 0, 0.0
+    for number, (messages, answer, pattern) in enumerate(problems):
         prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
-        if number == 0 and cfg.device.startswith("cuda"):
-            run(model, prompt_ids, cfg, decoder, generator)  # compiles and captures, outside the clock
-        clock = time.time()
+        if prompt_ids.shape[1] == 0 or (cfg.mask_id is None and run is not generate_ar):
+            raise ValueError(f"prompt {number + 1} has no tokens, or the model has no mask token")
+        clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
-        lap = time.time() - clock
-        seconds += lap
-        forwards += record["forwards"]
+        lap = time.time() - kernels.GraphReplay.setup_seconds - clock
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
-        right += reference is not None and is_right(messages[-1]["content"], text, reference)
-        if number < shown:
+        right += answer is not None and is_right(text, answer, pattern)
+        forwards += record["forwards"]
+        seconds += lap
+        if number < 4 or answer is None:
             print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            if "trace" in show:
-                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
-            if "trace_svg" in show and number == 0:
-                Path(show["trace_svg"]).write_text(common.trace_svg(common.trace(tokenizer, outputs[-1], record)))
-    if world > 1:
-        every = [None] * world
-        dist.all_gather_object(every, (outputs, forwards, seconds, right))
-        outputs, forwards, right = (sum((part[i] for part in every), start) for i, start in ((0, []), (1, 0), (3, 0)))
-        seconds = max(part[2] for part in every)
-    new_tokens = sum(map(len, outputs))
-    return {"label": label, "problems": len(problems), "new_tokens": new_tokens, "forwards": forwards,
-            "tokens_per_forward": round(new_tokens / max(forwards, 1), 3), "tok_s": round(new_tokens / seconds, 1),
-            "right": right if problems[0][1] is not None else None, "outputs": outputs}  # fmt: skip
-
-
-def compare(cfg, folder, prompts, show):
-    """Decode held-out problems (or the prompts) by the method and by plain AR in one run; last line of stdout: JSON."""
-    model, tokenizer = load(folder, cfg, training=False)
-    baseline = load(f"{folder}/ar", cfg, training=False)[0] if Path(folder, "ar").exists() else None
-    model = enter_stage(model, METHOD, folder, cfg).train(False)
-    problems = [([{"role": "user", "content": prompt}], None) for prompt in prompts] or read_problems(cfg)[1]
-    lengths = [len(encode(tokenizer, messages)["prompt_ids"]) for messages, _ in problems]
-    if min(lengths) == 0 or max(lengths) > cfg.max_len:
-        raise ValueError(f"prompts must have 1 to max_len = {cfg.max_len} tokens, not {min(lengths)} to {max(lengths)}")
-    table, shown = [], len(prompts) or max(1, 4 // len(decoders(cfg)))
-    for label, run in decoders(cfg):
-        decoder = new_decoder(model, max(lengths), cfg)
-        table.append(measure(label, run, decoder, model, tokenizer, problems, cfg, shown, show if not table else ()))
-    label, lm = ("plain AR", baseline) if baseline else ("plain AR, same weights", plain_lm(model))
-    decoder = Decoder(lm, max(lengths) + cfg.max_new_tokens, compiled=cfg.compile)
-    table.append(measure(label, generate_ar, decoder, lm, tokenizer, problems, cfg))
-    ar = dict(table[-1])
-    for row in table:
-        same = sum(ids == ar_ids for ids, ar_ids in zip(row.pop("outputs"), ar["outputs"]))
-        row |= {"x_ar": round(row["tok_s"] / ar["tok_s"], 2), "same_as_ar": same}
-        right = "" if row["right"] is None else f" | {row['right']}/{row['problems']} right"
-        print(f"{row['label']}: new_tokens {row['new_tokens']} | forwards {row['forwards']} | tokens_per_forward "
-              f"{row['tokens_per_forward']:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']:.2f} x AR"
-              f" | {same}/{row['problems']} same as AR{right}")  # fmt: skip
-    print(json.dumps({"method": METHOD, "device": cfg.device, "dtype": cfg.dtype, "rows": table}))
-
-
-def read_settings(folder):
-    """What a folder of ours was trained with, or {}. Raises ValueError where the file is not what `save` wrote."""
-    file = Path(folder, "settings.json")
-    held = json.loads(file.read_bytes()) if file.is_file() else {}
-    right = type(held) is dict
-    for field in dataclasses.fields(Config) if right else ():
-        value = held.get(field.name, field.default)
-        right &= isinstance(value, field.type) and isinstance(value, bool) == (field.type is bool)  # True is an int
-    if not right:
-        raise ValueError(f"{file} is not a settings file of this script")
-    return held
-
-
-def check_common(cfg):
-    """Raise ValueError, one line, for common settings that cannot work."""
-    for name in ("batch_size", "accumulation", "max_len", "max_new_tokens", "problems", "save_every"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(cfg, name)}")
-    if cfg.batch_size % cfg.accumulation:
-        raise ValueError(f"batch_size {cfg.batch_size} is not a multiple of accumulation {cfg.accumulation}")
-    if cfg.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is float32 or bfloat16, not {cfg.dtype}")
-    if not (0 <= cfg.temperature < math.inf and 0 < cfg.top_p <= 1 and cfg.lr > 0 and cfg.clip > 0):
-        raise ValueError("temperature must be >= 0 and finite, top_p in (0, 1], lr and clip > 0")
-    if not 0 <= cfg.seed < 2**31:
-        raise ValueError(f"seed must lie in [0, 2**31), not {cfg.seed}")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device) or (cfg.device != "cpu" and not torch.cuda.is_available()):
-        raise ValueError(f"there is no device {cfg.device} here")
-
-
-def usage_error(message):
-    print(f"{METHOD}.py: {' '.join(str(message).split())}", file=sys.stderr)
-    return 2
+            rounds = common.trace(tokenizer, outputs[-1], record)
+            if args.trace and run is not generate_ar:
+                common.show_trace(rounds, lap)
+            if args.trace_svg and run is not generate_ar:
+                Path(args.trace_svg).write_text(common.trace_svg(rounds))
+                args.trace_svg = ""  # the first one alone
+    n = sum(map(len, outputs))
+    right = right if answer is not None else None
+    row = dict(label=label, problems=len(problems), right=right, new_tokens=n, forwards=forwards,
+               tokens_per_forward=round(n / forwards, 3), tok_s=round(n / seconds, 1))  # fmt: skip
+    row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
+    row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
+    judged = "" if right is None else f"{right}/{len(problems)} right | "
+    print(f"{label}: {judged}new_tokens {n} | forwards {forwards} | "
+          f"tokens_per_forward {n / forwards:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']} x AR | "
+          f"{row['same_as_ar']} same as AR")  # fmt: skip
+    return row | {"outputs": outputs}
 
 
 def parse(argv):
-    """(args, cfg). A flag wins over what a folder was trained with, that over what `tiny` changes, that over Config."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: sys.exit(usage_error(message))
+    """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
+
+    args.folder: what --generate decodes, the model that is named or else what --out holds.
+    """
+    logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.disable_progress_bar()
+    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, **look)
+    parser.error = lambda message: sys.exit(failed(message))
     for flag in ("train", "generate", "resume", "trace"):
-        parser.add_argument(f"--{flag}", action="store_true")
+        parser.add_argument(f"--{flag}", action="store_true", default=False)
     parser.add_argument("--prompt", action="append", default=[])
-    parser.add_argument("--trace-svg", metavar="FILE", help="the first decode, round by round, as a picture")
-    for flag, (kind, _) in OWN_FLAGS.items():
-        parser.add_argument(f"--{flag}", **kind)
+    parser.add_argument("--trace-svg", metavar="FILE", default="")
+    comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(Config), re.M))
     fields = [field for field in dataclasses.fields(Config) if field.default is not None]
     for field in fields:
-        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else {"type": field.type}
-        parser.add_argument(f"--{field.name}", help=f"default {field.default}", **kind)
-    args = vars(parser.parse_args(argv))
-    given = {field.name: args[field.name] for field in fields if args[field.name] is not None}
-    held = read_settings(given.get("out", Config.out) if args["resume"] else given.get("model", ""))
-    mine = () if args["resume"] else ("model", "out", "device", "dtype", "compile")  # of a machine, not of a model
-    base = {field.name: held[field.name] for field in fields if field.name in held and field.name not in mine}
-    return args, Config(**((base or (TINY if given.get("model", "tiny") == "tiny" else {})) | given))
+        kind = {"choices": get_args(field.type)} if get_args(field.type) else {"type": field.type}
+        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
+        parser.add_argument(f"--{field.name}", help=comments.get(field.name, "").replace("%", "%%"), **kind)
+    args = parser.parse_args(argv)
+    "".join(args.prompt).encode()  # half a character is no text
+    if not args.train and not args.generate:
+        raise ValueError("nothing to do: say --train, --generate or both")
+    given = {field.name: getattr(args, field.name) for field in fields if field.name in args}
+    tiny = TINY if Path(given.get("model", Config.model)).resolve() == Path(Config.model) else {}
+    if "data" in given:  # rows of the user's own: no others are decoded
+        given = {"test": "" if args.train else given["data"], **given}
+    args.folder = given.get("out", Config.out) if args.train or "model" not in given else given["model"]
+    source = given.get("model", Config.model) if args.train and not args.resume else str(newest(args.folder))
+    if source == args.folder == given.get("out", Config.out) and not Path(source, "config.json").exists():
+        raise ValueError(f"nothing is trained in {source}: --train first, or name a --model")
+    try:
+        held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+    except Exception as error:
+        raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
+    if held["method"] != METHOD:
+        raise ValueError(f"{source} was trained by {held['method']}.py")
+    for name in ("out", "device", "dtype"):  # of a machine, not of a model
+        held.pop(name, None)
+    held = {field.name: held[field.name] for field in fields if field.name in held}
+    if not args.train:
+        given["model"] = held.get("model", source)  # the base
+    cfg = Config(**(tiny | held | given))
+    for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
+        if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
+            raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
+    if args.generate and not args.prompt and not cfg.test:
+        raise ValueError("--test FILE or --prompt TEXT must say what to decode")
+    if WORLD > 1:
+        on_gpu = cfg.device.startswith("cuda")
+        cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
+        if on_gpu:
+            torch.cuda.set_device(cfg.device)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))  # saves are slow
+    return args, cfg
+
+
+def failed(error):
+    """One line on stderr for bad input and for what the machine cannot do. Returns the exit status, 2."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    if re.search("out of memory|allocate memory|MemoryError", line):
+        line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+    print(f"{METHOD}.py: {line}", file=sys.stderr)
+    return 2
+
+
+def start(args, cfg):
+    """The folder of cfg.out that --resume goes on from, or None; a run that is there is not trained over."""
+    found = Path(newest(cfg.out), "config.json").exists()
+    if found and not args.resume:
+        raise ValueError(f"{cfg.out} holds a run: --resume it, or name another --out")
+    if args.resume and not found:
+        raise ValueError(f"nothing to resume in {cfg.out}")
+    if cfg.batch_size % (cfg.accumulation * WORLD):
+        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
+    return newest(cfg.out) if args.resume else None
+
+
+def report(rows, cfg):
+    """The last line of stdout: the figures as JSON."""
+    rows = [{key: value for key, value in row.items() if key != "outputs"} for row in rows]
+    print(json.dumps({"method": METHOD, "device": cfg.device, "dtype": cfg.dtype, "rows": rows}))
+
+
+# ====================================================================================================== main
+
+
+def train(cfg, folder):
+    """Train the local AR model; the diffusion LM stays as it is. folder: the save to go on from, or None."""
+    pair, tokenizer, aux_tokenizer = load_pair(folder or cfg.aux, cfg, torch.float32)
+    rows = encode_rows(tokenizer, cfg)
+    for row in rows:
+        row["answer_ids"][-1:] = cfg.eos_id[::-1]  # the end of the turn, then EOS  [code]
+    fit(pair, pair.aux_model, aux_tokenizer, rows, cfg, folder)
+
+
+def comparison(cfg):
+    """(label, settings) of what is compared for the block sizes of cfg.table.  [Fig. 1a]"""
+    rows = [("one token a forward", dict(mode="tokens", tokens_per_step=1))]
+    for B in sizes(cfg.table):
+        rows.append((f"independent tokens, K={B}", dict(mode="tokens", block_size=B, tokens_per_step=B)))
+        rows.append((f"independent block, K=B={B}", dict(mode="indep", block_size=B)))
+        rows.append((f"{METHOD}, K=B={B}", dict(mode="static", block_size=B)))
+    return rows + [(f"{METHOD} dynamic, B={cfg.block_size}, tau={cfg.tau:g}", dict(mode="dynamic"))]
+
+
+def compare(args, cfg):
+    """Decode the same prompts by plain AR and by CoDiLA, test rows as cfg.table says. Returns the figures."""
+    dtype = getattr(torch, cfg.dtype)
+    problems = [([{"role": "user", "content": prompt}], None, None) for prompt in args.prompt]
+    problems = problems or read_data(cfg.test)[: cfg.problems]
+    lm, lm_tokenizer = load(cfg.baseline or cfg.aux, cfg, dtype, training=True)  # it may have no mask token
+    max_len = max(len(encode(lm_tokenizer, row[0])["prompt_ids"]) for row in problems) + cfg.max_new_tokens
+    decoder = Decoder(lm.to(cfg.device), max_len)
+    ar = decode("plain AR", generate_ar, decoder, lm, lm_tokenizer, problems, cfg, args)
+    trained = newest(args.folder)  # or the diffusion LM that --model names
+    pair, tokenizer, _ = load_pair(cfg.aux if str(trained) == cfg.model else trained, cfg, dtype)
+    run = generate
+    R = cfg.max_new_tokens
+    if cfg.suffix:  # plain text, and max_new_tokens tokens in the hole
+        tokenizer.chat_template = None
+        suffix_ids = tokenizer(cfg.suffix, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        canvas_ids = torch.tensor([[cfg.mask_id] * R + suffix_ids])
+        run = functools.partial(generate, canvas_ids=canvas_ids, suppress_ids=cfg.eos_id)
+        cfg = dataclasses.replace(cfg, eos_id=None)
+        R = canvas_ids.shape[1]
+    plans = comparison(cfg) if cfg.table and not args.prompt else [(f"{METHOD} {cfg.mode}", {})]
+    largest = max(changes.get("block_size", cfg.block_size) for _, changes in plans)
+    max_len = max(len(encode(tokenizer, row[0])["prompt_ids"]) for row in problems) + R
+    pair.to(cfg.device)
+    decoder = Decoder(pair.backbone, max_len), Decoder(pair.aux_model, 3 * (R + largest))
+    rows = [ar]
+    for label, changes in plans:
+        some = dataclasses.replace(cfg, **changes)
+        rows.append(decode(label, run, decoder, pair, tokenizer, problems, some, args, ar))
+    return rows
 
 
 def main(argv=None):
-    """Exit status 0; 2 with one line on stderr for bad input, 1 for a loss that is not finite, 130 on Ctrl-C."""
-    logging.set_verbosity_error()  # what is wrong is said in one line
-    logging.disable_progress_bar()
-    logging.captureWarnings(True)
+    """Returns the exit status: 0, or 2 with one line on stderr."""
     try:
         args, cfg = parse(argv)
-        own = [(run, args[flag]) for flag, (_, run) in OWN_FLAGS.items() if args[flag] is not None]
-        if not (args["train"] or args["generate"] or own):
-            raise ValueError("nothing to do: say --train, --generate or both")
-        check_common(cfg)
-        check(cfg)
-        if ranks(cfg)[0] > 0:
-            sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
-        if args["train"]:
-            train(cfg, args["resume"])
-            if dist.is_initialized():
-                dist.barrier()  # what rank 0 saved is there for all
-        if args["generate"]:
-            show = {name: args[name] for name in ("trace", "trace_svg") if args[name]}
-            compare(cfg, cfg.out if args["train"] else cfg.model, args["prompt"], show)
-        for run, value in own:
-            run(cfg, value)
-    except (ValueError, OSError) as error:
-        return usage_error(error)
-    except FloatingPointError as error:
-        print(f"{METHOD}.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{METHOD}.py: interrupted", file=sys.stderr)
-        return 130
+        if args.train:
+            train(cfg, start(args, cfg))
+        if args.generate and RANK == 0:
+            report(compare(args, cfg), cfg)
+    except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
+        return failed(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,60 +1,61 @@
-"""What the five scripts share: attention-mask builders, RoPE from explicit position ids, the walk through a decoder.
+"""What the five scripts share: attention-mask builders, RoPE from position ids, the walk through a decoder.
 
     python common.py        draws every mask below as text
 
-Masks      a factory over plain ints and small tensors returns one predicate `mask_mod(b, h, q_idx, kv_idx)`, True =
-           query may attend key. From the same predicate come the dense mask (`dense`) and flex_attention's BlockMask
-           (`build_mask`), so the readable form and the fused one cannot drift apart.
+Masks      a factory over plain ints and small tensors returns one predicate `mask_mod(b, h, q_idx, kv_idx)`,
+           True = query may attend key. The dense mask (`dense`) and flex_attention's BlockMask (`build_mask`)
+           come from the same predicate, so the readable form and the fused one cannot drift apart.
 RoPE       angles in float32 from integer position ids; where a token stands in the buffer never matters.
-Walk       embed, layers, norm of a Hugging Face causal LM, with the mask, the positions and the cache that we say. The
-           library's own forward guesses packed documents from permuted position ids, and its cache changes between
-           versions; its modules (weights, norms, MLP, config) are used as is. A backbone is read whole or refused.
+Walk       embed, layers, norm of a Hugging Face causal LM, with the mask, the positions and the cache that we
+           say. The library's own forward guesses packed documents from permuted position ids, and its cache
+           changes between versions; its modules (weights, norms, MLP, config) are used as they are.
+Decoder    a backbone with its KV cache and replayed forward; `generate_ar` is the loop to read first.
 Drawings   every mask as text; a decode, round by round, as text or as a picture.
 
-Shapes: B batch, T tokens in this forward, S keys seen, H query heads, G key/value heads, D head dim, V vocabulary.
+Shapes: B batch, T tokens of this forward, S keys seen, H query heads, G key/value heads, D head dim.
 """
 
 import html
+import importlib.util
 import re
 import sys
 import time
 import types
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer
 
-import kernels
-from kernels import dense
+# kernels.py beside this file, by its path: transformers imports another module of that name if it is there
+spec = importlib.util.spec_from_file_location("parallel_kernels", Path(__file__).with_name("kernels.py"))
+kernels = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = kernels
+spec.loader.exec_module(kernels)
+dense = kernels.dense
 
-# ---------------------------------------------------------------------------------------------------------------- masks
+# ------------------------------------------------------------------------------------------------------ masks
 
 
 def full():
     """Everything sees everything: a bidirectional diffusion LM."""
-
-    def mask_mod(b, h, q_idx, kv_idx):
-        return (q_idx >= 0) & (kv_idx >= 0)
-
-    return mask_mod
+    return lambda b, h, q_idx, kv_idx: (q_idx >= 0) & (kv_idx >= 0)
 
 
 def causal(offset=0):
-    """Query i stands at buffer index offset + i and sees keys up to itself: plain AR, and ReFusion in buffer order."""
-
-    def mask_mod(b, h, q_idx, kv_idx):
-        return kv_idx <= q_idx + offset
-
-    return mask_mod
+    """Query i stands at buffer index offset + i and sees keys up to itself: plain AR, ReFusion's buffer."""
+    return lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset
 
 
 def segments(segment_ids):
-    """Causal sequences packed in one row: same segment, not later. segment_ids (B, T) int64, < 0 sees nothing."""
+    """Causal sequences packed in a row: same segment, not later. segment_ids (B, T), < 0 sees nothing."""
 
     def mask_mod(b, h, q_idx, kv_idx):
-        own, other = segment_ids[b, q_idx], segment_ids[b, kv_idx]
-        return (own == other) & (own >= 0) & (kv_idx <= q_idx)
+        own = segment_ids[b, q_idx]
+        return (own == segment_ids[b, kv_idx]) & (own >= 0) & (kv_idx <= q_idx)
 
     return mask_mod
 
@@ -62,8 +63,8 @@ def segments(segment_ids):
 def completion_rows(cache_len, slot_size, start):
     """ReFusion's parallel completion, the rows packed in one sequence  [code].
 
-    Queries: for each row (slot) its offsets start .. slot_size-1, row after row. Keys: cache_len committed entries,
-    then slot_size places a row. A query sees the committed part and its own row up to its offset, never another row.
+    Queries: for each row (slot) its offsets start .. slot_size-1, row after row. Keys: cache_len committed
+    entries, then slot_size places a row. A query sees the committed part and its own row up to its offset.
     """
     window = slot_size - start
 
@@ -78,14 +79,15 @@ def completion_rows(cache_len, slot_size, start):
 def block_causal(block_size, prompt_lens=None, offset=0):
     """Full attention inside a block, causal between blocks: blk(key) <= blk(query).
 
-    Fast-dLLM v2 counts blocks from the first token (prompt_lens None); D2F from the end of the prompt, which is one
-    block that sees only itself: prompt_lens (B,) int64. offset: position of query 0.
+    Fast-dLLM v2 counts blocks from the first token (prompt_lens None); D2F from the end of the prompt, which
+    is one block that sees only itself: prompt_lens (B,) int64. offset: position of query 0.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
         start = 0 if prompt_lens is None else prompt_lens[b]
-        query, key = q_idx + offset - start, kv_idx - start
-        return key.clamp(min=-1) // block_size <= query.clamp(min=-1) // block_size  # the prompt is block -1
+        query = (q_idx + offset - start).clamp(min=-1)  # the prompt is block -1
+        key = (kv_idx - start).clamp(min=-1)
+        return key // block_size <= query // block_size
 
     return mask_mod
 
@@ -93,16 +95,19 @@ def block_causal(block_size, prompt_lens=None, offset=0):
 def noisy_clean(seq_len, block_size, views=1):
     """Fast-dLLM v2 training: `views` noisy copies of a row of seq_len tokens, then the clean row.
 
-    A noisy block sees itself and the clean tokens of strictly earlier blocks; a clean block sees clean blocks up to its
-    own (bidirectional inside); nobody sees another view, clean never sees noisy. Blocks go by original position.
+    A noisy block sees itself and the clean tokens of strictly earlier blocks; a clean block sees clean blocks
+    up to its own (bidirectional inside); nobody sees another view, clean never sees noisy. A token's block is
+    that of its original position.  [Fast-dLLM v2, App. A.2]
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
-        q_copy, kv_copy = q_idx // seq_len, kv_idx // seq_len
-        q_block, kv_block = q_idx % seq_len // block_size, kv_idx % seq_len // block_size
-        own_noisy = (q_copy < views) & (q_copy == kv_copy) & (q_block == kv_block)
-        earlier_clean = (q_copy < views) & (kv_copy == views) & (q_block > kv_block)
-        clean = (q_copy == views) & (kv_copy == views) & (q_block >= kv_block)
+        q_copy = q_idx // seq_len
+        kv_copy = kv_idx // seq_len
+        q_block = q_idx % seq_len // block_size
+        kv_block = kv_idx % seq_len // block_size
+        own_noisy = (q_copy < views) & (q_copy == kv_copy) & (q_block == kv_block)  # M_BD
+        earlier_clean = (q_copy < views) & (kv_copy == views) & (q_block > kv_block)  # M_OBC
+        clean = (q_copy == views) & (kv_copy == views) & (q_block >= kv_block)  # M_BC
         return own_noisy | earlier_clean | clean
 
     return mask_mod
@@ -111,8 +116,8 @@ def noisy_clean(seq_len, block_size, views=1):
 def dual_view(context_len, block_size, anchors):
     """Orthrus's diffusion view: keys are context_len AR positions, then the rows of every block.
 
-    anchors (B, M) int64, query row r belongs to block r // block_size. It sees the AR context strictly before its own
-    anchor and every row of its own block, both directions.
+    anchors (B, M) int64, query row r belongs to block r // block_size. It sees the AR context strictly before
+    its own anchor and every row of its own block, both directions.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -124,10 +129,10 @@ def dual_view(context_len, block_size, anchors):
 
 
 def merged_views(cache_len, ar_rows, block_size, group_idx):
-    """Orthrus, verification and the next draft in one forward: ar_rows AR rows, then one diffusion group per candidate.
+    """Orthrus, verification and the next draft in one forward: ar_rows AR rows, then diffusion groups.
 
-    Keys: cache_len committed, then the rows of this forward. group_idx (N,) int64: group n is anchored at AR row
-    group_idx[n]. AR rows are causal; a group sees the cache, the AR rows before its anchor and itself.
+    Keys: cache_len committed, then the rows of this forward. group_idx (N,) int64: group n is anchored at AR
+    row group_idx[n]. AR rows are causal; a group sees the cache, the AR rows before its anchor and itself.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -142,19 +147,24 @@ def merged_views(cache_len, ar_rows, block_size, group_idx):
 
 
 def build_mask(mask_mod, B, T, S, device):
-    """The form that training on this device runs on: a BlockMask on CUDA, else the dense mask (B, 1, T, S) bool."""
+    """The form that training on this device runs on: a BlockMask on CUDA, else the dense mask."""
     if torch.device(device).type != "cuda":
         return dense(mask_mod, B, T, S, device)
     return create_block_mask(mask_mod, B, None, T, S, device=device)
 
 
-# ----------------------------------------------------------------------------------------------------------------- RoPE
+def padded_len(n, device):
+    """Columns for rows of n tokens; on CUDA a multiple of 128, since every new length is compiled."""
+    return -(-n // 128) * 128 if torch.device(device).type == "cuda" else n
+
+
+# ------------------------------------------------------------------------------------------------------- RoPE
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_angles(rotary, position_ids):
-    """cos and sin (B, 1, T, D), float32, of integer position_ids (B, T); `rotary` = (inv_freq (D/2,), scale)."""
+    """cos and sin (B, 1, T, D) float32 of integer position_ids (B, T); rotary = (inv_freq (D/2,), scale)."""
     inv_freq, scale = rotary
     angles = position_ids[:, None, :, None].float() * inv_freq.to(position_ids.device)  # (B, 1, T, D/2)
     angles = torch.cat([angles, angles], dim=-1)
@@ -168,13 +178,14 @@ def rope(x, cos, sin):
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-# --------------------------------------------------------------------------------------------------------- decoder walk
+# ----------------------------------------------------------------------------------------------- the backbone
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+QWEN2_IN_ALL_BUT_NAME = ("Dream", "Fast_dLLM_Qwen")  # released with remote code, weights named as Qwen2's
 
 
 def check_config(config):
-    """Raise ValueError, one line with the name of what is not supported, unless the walk equals the library's own."""
+    """Raise ValueError, one line naming what is not supported, unless the walk equals the library's own."""
     name = getattr(config, "model_type", None)
     if name not in MODEL_TYPES:
         raise ValueError(f"model type {name!r} is not supported (supported: {', '.join(MODEL_TYPES)})")
@@ -192,32 +203,60 @@ def check_config(config):
         raise ValueError("RoPE on a part of each head (partial_rotary_factor) is not supported")
 
 
-def from_pretrained(cls, name, **settings):
-    """cls.from_pretrained(name, **settings), from safetensors and without remote code.
+def read_config(name):
+    """The config of a folder or Hub id; what is Qwen2 under another name is read as Qwen2."""
+    fields = PretrainedConfig.get_config_dict(name)[0]
+    if fields.get("model_type") not in QWEN2_IN_ALL_BUT_NAME:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    foreign = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version")
+    return Qwen2Config(**{key: value for key, value in fields.items() if key not in foreign})
 
-    Raises ValueError unless the file held every weight, in its shape, and no layer more: the library only warns, and
-    fills gaps with random numbers.
+
+def read_tokenizer(name):
+    """The tokenizer of a folder or Hub id, without remote code: Dream's and LLaDA's files are plain ones."""
+    kinds = {"Dream": Qwen2Tokenizer, "llada": PreTrainedTokenizerFast}
+    kind = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+    return kinds.get(kind, AutoTokenizer).from_pretrained(name, trust_remote_code=False)
+
+
+def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
+    """A causal LM that `walk` can walk, from safetensors and without remote code.
+
+    name: folder or Hub id; or None, with config and state_dict. meta: shapes alone, for a process that is
+    sent its part of the weights. Raises ValueError unless the file held every weight, in its shape, and no
+    layer more: the library only warns, and fills gaps with random numbers.
     """
-    strict = dict(use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-    model, info = cls.from_pretrained(name, **settings, **strict)
+    config = config or read_config(name)
+    check_config(config)
+    if meta:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return prepare(model)
+    kind = AutoModelForCausalLM if name else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    strict = dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
+    model, info = kind.from_pretrained(
+        name, config=config, state_dict=state_dict, dtype=dtype, output_loading_info=True, **strict
+    )
     layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= model.config.num_hidden_layers for found in layers):
-        raise ValueError(f"the weights have more layers than the {model.config.num_hidden_layers} of the config")
+    if any(found and int(found[1]) >= config.num_hidden_layers for found in layers):
+        raise ValueError(f"the weights have more layers than the {config.num_hidden_layers} of the config")
     if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
         raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return model
+    return prepare(model)
 
 
 def prepare(backbone):
     """Check that a Hugging Face causal LM can be walked and make its layers answer to `walk`. Safe to repeat.
 
-    The layers keep the library's own forward for the library's own calls. RoPE frequencies are computed anew from the
-    config in float32: the model's buffer is cast with the model, and may come back from loading as garbage.
-    Returns the backbone. Raises ValueError (one line) for anything that the walk does not cover.
+    The layers keep the library's own forward for the library's own calls. RoPE frequencies are computed anew
+    from the config in float32: the model's buffer is cast with the model. Returns the backbone. Raises
+    ValueError (one line) for anything that the walk does not cover.
     """
     check_config(backbone.config)
+    device = backbone.model.embed_tokens.weight.device
     rotary = type(backbone.model.rotary_emb)(backbone.config)
-    backbone.rotary = (rotary.inv_freq.to(backbone.model.embed_tokens.weight.device), rotary.attention_scaling)
+    inv_freq = rotary.inv_freq if device.type == "meta" else rotary.inv_freq.to(device)
+    backbone.rotary = (inv_freq, rotary.attention_scaling)
     for index, layer in enumerate(backbone.model.layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if not hasattr(layer.self_attn, name):
@@ -227,88 +266,92 @@ def prepare(backbone):
 
 
 def _layer_forward(layer, hidden, *args, walk=None, **kwargs):
-    # through the module's own __call__, so that hooks (sharding engines) see every layer
+    # through the module's own __call__, so that hooks (FSDP2) see every layer
     if walk is None:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     compiled, walk_args = walk
-    return _run(compiled, decoder_layer, layer, hidden, *walk_args)
-
-
-def _run(compiled, function, *args):
-    """function(*args), through its compiled twin where that is asked for and possible."""
     if compiled and not kernels.refused("torch.compile"):
         try:
-            return _compiled[function](*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
+            return _compiled_layer(layer, hidden, *walk_args)
+        except kernels.COMPILER_ERRORS as error:
             kernels.refused("torch.compile", error, "layers run as they are")
-    return function(*args)
+    return decoder_layer(layer, hidden, *walk_args)
 
 
 def own_projection(attn, name, x):
-    """The projection or norm that the layer calls `name`; Orthrus passes another function to use its second set."""
+    """The projection or norm that the layer calls `name`; D2F and Orthrus pass functions of their own."""
     return getattr(attn, name)(x)
 
 
 def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=None, project=own_projection):
     """One decoder layer. hidden (B, T, width) -> (B, T, width).
 
-    layer_kv = (keys, values), each (B, G, max_len, D). With write_idx (T,) this forward's keys and values are written
-    there and the first S entries are attended, S being the width of attn_mask. Without write_idx they are a read-only
-    context in front of this forward's own. What fuse_projections has made is used where no gradient is wanted.
+    layer_kv = (keys, values), each (B, G, max_len, D). With write_idx (T,) this forward's keys and values are
+    written there and the first S entries are attended, S being the width of attn_mask. Without write_idx they
+    are a read-only context before this forward's own. What `fuse` has made is used where no gradient is
+    wanted.
     """
-    attn, fused = layer.self_attn, None if torch.is_grad_enabled() else getattr(layer, "fused", None)
+    attn = layer.self_attn
+    fused = None if torch.is_grad_enabled() else getattr(layer, "fused", None)
     B, T = hidden.shape[:2]
     x = layer.input_layernorm(hidden)
     if fused and project is own_projection:
-        qkv = split_product(x, *fused["qkv"])
+        q, k, v = fused_product(x, *fused["qkv"])
     else:
-        qkv = (project(attn, name, x) for name in ("q_proj", "k_proj", "v_proj"))
-    q, k, v = (tensor.view(B, T, -1, attn.head_dim) for tensor in qkv)
+        q = project(attn, "q_proj", x)
+        k = project(attn, "k_proj", x)
+        v = project(attn, "v_proj", x)
+    q = q.view(B, T, -1, attn.head_dim)
+    k = k.view(B, T, -1, attn.head_dim)
+    v = v.view(B, T, -1, attn.head_dim).transpose(1, 2)  # (B, G, T, D)
     if hasattr(attn, "q_norm"):
-        q, k = project(attn, "q_norm", q), project(attn, "k_norm", k)
-    v = v.transpose(1, 2)  # (B, G, T, D)
+        q = project(attn, "q_norm", q)
+        k = project(attn, "k_norm", k)
     q = rope(q.transpose(1, 2), cos, sin).to(v.dtype)  # (B, H, T, D)
     k = rope(k.transpose(1, 2), cos, sin).to(v.dtype)  # (B, G, T, D)
     if layer_kv is not None:
         keys, values = layer_kv
         if write_idx is None:
-            k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
+            k = torch.cat([keys, k], dim=2)
+            v = torch.cat([values, v], dim=2)
         else:
             S = attn_mask.shape[-1]
             keys.index_copy_(2, write_idx, k.to(keys.dtype))
             values.index_copy_(2, write_idx, v.to(values.dtype))
-            k, v = keys[:, :, :S], values[:, :, :S]
+            k = keys[:, :, :S]
+            v = values[:, :, :S]
     x = kernels.attention(q, k, v, attn_mask).transpose(1, 2).reshape(B, T, -1)
     hidden = hidden + project(attn, "o_proj", x)
     x = layer.post_attention_layernorm(hidden)
     if not fused:
         return hidden + layer.mlp(x)
-    gate, up = split_product(x, *fused["gate_up"])
+    gate, up = fused_product(x, *fused["gate_up"])
     return hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
 
 
-def fuse_projections(backbone):
+_compiled_layer = torch.compile(decoder_layer, fullgraph=True, dynamic=False)
+
+
+def fuse(backbone):
     """q, k, v side by side in one weight, gate and up in another: two products a layer where there were five.
 
-    For decoding: a forward without gradients uses them. The layers' own weights become views of the fused ones: no
-    memory is added, and what is written into them in place is seen here. Layers with anything but plain Linear modules
-    (an adapter) stay as they are. Safe to repeat; needed again after weights were moved or cast. Returns the backbone.
+    For decoding: a forward without gradients uses them. The layers' own weights become views of the fused
+    ones: no memory is added. Layers with anything but plain Linear modules stay as they are. Safe to repeat;
+    needed again after weights were moved or cast.
     """
     for layer in backbone.model.layers:
-        attn, mlp, held = layer.self_attn, layer.mlp, getattr(layer, "fused", None)
-        groups = {"qkv": (attn.q_proj, attn.k_proj, attn.v_proj), "gate_up": (mlp.gate_proj, mlp.up_proj)}
-        if any(type(linear) is not torch.nn.Linear for group in groups.values() for linear in group):
-            layer.fused = None
-        elif not held or not all(still_views(group, *held[name]) for name, group in groups.items()):
-            layer.fused = {
-                name: (
-                    side_by_side([linear.weight for linear in group]),
-                    side_by_side([linear.bias for linear in group]),
-                    [linear.out_features for linear in group],
-                )
-                for name, group in groups.items()
-            }
-    return backbone
+        groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+        fused = {}
+        for key, names in groups.items():
+            linears = [getattr(layer.self_attn if key == "qkv" else layer.mlp, name) for name in names]
+            held = (getattr(layer, "fused", None) or {}).get(key)
+            if held and held[0].data_ptr() == linears[0].weight.data_ptr():
+                fused[key] = held  # captured graphs may be reading it
+            elif all(type(linear) is torch.nn.Linear for linear in linears):
+                weight = side_by_side([linear.weight for linear in linears])
+                bias = side_by_side([linear.bias for linear in linears])
+                fused[key] = weight, bias, [linear.out_features for linear in linears]
+        layer.fused = fused if len(fused) == len(groups) else None
 
 
 def side_by_side(parts):
@@ -321,54 +364,21 @@ def side_by_side(parts):
     return joined
 
 
-def still_views(group, weight, bias, sizes):
-    """Nothing has moved since they were fused: the fused tensors stay, which captured graphs may be reading."""
-    pairs = [(linear.weight, weight) for linear in group]
-    pairs += [(linear.bias, bias) for linear in group if bias is not None]
-    return all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part, whole in pairs)
-
-
-def split_product(x, weight, bias, sizes):
+def fused_product(x, weight, bias, sizes):
     """One product instead of several, cut into what each projection gives."""
     return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
-def read_head(lm_head, hidden, row_idx, input_ids, read):
-    """What a decoding loop asks of a forward: logits, or read[0](logits, input_ids, *read[1:]) in the same graph.
-
-    hidden (B, T, width); row_idx (n,) int64: the rows that are asked for, None: all; see Decoder for read.
-    """
-    if row_idx is not None:
-        hidden = hidden[:, row_idx]
-        input_ids = input_ids[:, row_idx]
-    logits = lm_head(hidden)  # (B, n, V)
-    return read[0](logits, input_ids, *read[1:]) if read else logits
-
-
-_compiled = {f: torch.compile(f, fullgraph=True, dynamic=False) for f in (decoder_layer, read_head)}
-
-
-def walk(
-    backbone,
-    input_ids,
-    position_ids,
-    attn_mask,
-    layer_kvs=None,
-    write_idx=None,
-    *,
-    project=own_projection,
-    compiled=None,
-    checkpointing=False,
-):
-    """Hidden states (B, T, width) after the final norm; the caller applies `backbone.lm_head` to the rows it needs.
+def walk(backbone, input_ids, position_ids, attn_mask, layer_kvs=None, write_idx=None, *,
+         project=own_projection, compiled=None, checkpointing=False):  # fmt: skip
+    """Hidden states (B, T, width) after the final norm; the caller applies `lm_head` to the rows it needs.
 
     input_ids      (B, T) int64, or embeddings (B, T, width)
     position_ids   (B, T) int64, the place of each token in the text: the only thing RoPE sees
-    attn_mask      (B or 1, 1, T, S) bool, True = may attend, or a BlockMask: the only thing that decides who sees whom
-    layer_kvs      KVCache.layers, or per layer (keys, values) of a read-only context; see decoder_layer for write_idx
+    attn_mask      (B or 1, 1, T, S) bool, True = may attend, or a BlockMask: alone decides who sees whom
+    layer_kvs      KVCache.layers, or per layer (keys, values) of a read-only context; see decoder_layer
     compiled       one graph a layer; None: where the mask is a BlockMask, that is in training on CUDA
     checkpointing  recompute each layer in backward instead of keeping its activations
-    Raises ValueError where the backbone is not of a supported shape.
     """
     if not hasattr(backbone, "rotary"):
         prepare(backbone)
@@ -385,102 +395,113 @@ def walk(
     return backbone.model.norm(hidden)
 
 
-def token_nll(backbone, hidden, labels, chunk=2048):
-    """-log p(label) by the backbone's head: (B, T) float32, 0 where the label is -100.
+def by_chunks(function, *rows, chunk=2048):
+    """function(*rows), rows (n, ...) cut into chunks that are recomputed in backward -> (n, ...) or a tuple.
 
-    hidden (B, T, width), labels (B, T) int64. Only labelled rows are projected, in chunks that are recomputed in
-    backward: float32 logits (B, T, V) never exist.
+    What the function makes on the way, as logits (chunk, V), never exists for all rows at once.
+    """
+    chunks = zip(*(x.split(chunk) for x in rows))
+    parts = [checkpoint(function, *part, use_reentrant=False) for part in chunks]
+    return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(torch.cat(part) for part in zip(*parts))
+
+
+def token_nll(head, hidden, labels, chunk=2048):
+    """-log p(label) of each row: (B, T) float32, 0 where the label is -100. Only labelled rows are projected.
+
+    head: hidden (n, width) -> logits (n, V); hidden (B, T, width); labels (B, T) int64.
     """
 
     def nll(rows, targets):
-        return F.cross_entropy(backbone.lm_head(rows).float(), targets, reduction="none")
+        return F.cross_entropy(head(rows).float(), targets, reduction="none")
 
     keep = labels != -100
-    pairs = zip(hidden[keep].split(chunk), labels[keep].split(chunk))
-    parts = [checkpoint(nll, rows, targets, use_reentrant=False) for rows, targets in pairs]
-    return torch.zeros(labels.shape, device=labels.device).masked_scatter(keep, torch.cat(parts))
+    losses = by_chunks(nll, hidden[keep], labels[keep], chunk=chunk)
+    return torch.zeros(labels.shape, device=labels.device).masked_scatter(keep, losses)
+
+
+# --------------------------------------------------------------------------------------------------- decoding
+
+
+def is_eos(token_ids, eos_id):
+    """Which of token_ids (...) end a text: (...) bool. eos_id: an id, a list of them, or None: none does."""
+    return torch.isin(token_ids, torch.tensor([] if eos_id is None else eos_id, dtype=torch.int64))
 
 
 class Decoder:
-    """A backbone with its KV cache and the replayed forward: what every decoding loop calls, and where forwards count.
+    """A backbone with its KV cache and the replayed forward: what every decoding loop calls.
 
-    decoder(input_ids, position_ids, attn_mask, write_idx) -> logits (B, T, V), in the backbone's dtype, of every row,
-    on the backbone's device; what goes in may lie on the CPU. last=n: of the last n rows alone.
-    read = (function, *plain arguments), hashable: function(logits (B, n, V), input_ids (B, n), *arguments) takes the
-    place of the logits, and may be a tuple of tensors (B, n, ...). It is compiled and captured with the forward, so it
-    must not ask the device for a value; pass the same function each time, not a new closure.
-    Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
-    max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the same
-    backbone, batch and max_len, so that two views read and write the same entries.
+    decoder(input_ids, position_ids, attn_mask, write_idx) -> hidden (B, T, width) after the final norm, on
+    the device of the backbone, valid until the next call; the inputs may lie on the CPU. `forwards` counts
+    the calls. Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
+    max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the
+    same backbone, batch and max_len, so that two views read and write the same entries.
     """
 
     def __init__(self, backbone, max_len, batch=1, compiled=None, project=own_projection, kv_cache=None):
-        prepare(backbone)
-        self.backbone, self.project = backbone, project
-        weight, layers = backbone.model.embed_tokens.weight, backbone.model.layers
-        kv_heads, head_dim = backbone.config.num_key_value_heads, layers[0].self_attn.head_dim
+        self.backbone = prepare(backbone)
+        self.project = project
+        weight = backbone.model.embed_tokens.weight
+        layers = backbone.model.layers
+        kv_heads = backbone.config.num_key_value_heads
+        head_dim = layers[0].self_attn.head_dim
         self.kv_cache = kv_cache or kernels.KVCache(
             len(layers), batch, kv_heads, max_len, head_dim, weight.device, weight.dtype
         )
         self.compiled = weight.is_cuda if compiled is None else compiled
         if weight.is_cuda:
-            fuse_projections(backbone)
-        max_key = self.kv_cache.layers[0][0].shape[2]
-        self.replay = kernels.GraphReplay(self._forward, max_len, max_key, weight.device)
+            fuse(backbone)
+        self.replay = kernels.GraphReplay(max_len, weight.device)
         self.forwards = 0
 
     def reset(self):
         """Empty cache, no forwards counted: what a new prompt starts from. Returns self."""
-        self.kv_cache.truncate(0)
+        self.kv_cache.reset()
         self.forwards = 0
         return self
 
     def keep_rows(self, row_idx):
-        """Batch rows row_idx (n,) stay, in this order. What was captured for more rows reads memory that goes."""
+        """Batch rows row_idx (n,) stay, in this order. Graphs captured for more rows are dropped."""
         self.kv_cache.keep_rows(row_idx)
         self.replay.graphs.clear()
 
-    def _forward(self, input_ids, position_ids, attn_mask, write_idx, row_idx, read):
-        compiled = self.compiled and input_ids.shape[1] <= kernels.GraphReplay.MAX_QUERY
-        layer_kvs, switches = self.kv_cache.layers, dict(project=self.project, compiled=compiled)
-        hidden = walk(self.backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, **switches)
-        return _run(compiled, read_head, self.backbone.lm_head, hidden, row_idx, input_ids, read)
+    def forward(self, input_ids, position_ids, attn_mask, write_idx):
+        """The call itself, without replay and without counting."""
+        compiled = self.compiled and input_ids.shape[1] <= self.replay.QUERY[-1]
+        return walk(self.backbone, input_ids, position_ids, attn_mask, self.kv_cache.layers, write_idx,
+                    project=self.project, compiled=compiled)  # fmt: skip
 
     @torch.no_grad()
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, count=True, last=None, read=()):
-        self.forwards += count  # False for a call that only prefills the prompt
-        return self.replay(input_ids, position_ids, attn_mask, write_idx, last, read)
-
-
-def best_token(logits, input_ids, vocab_len):
-    """For Decoder's read: the likeliest token of each row. (B, n, V) -> (B, n) int64"""
-    return logits[..., :vocab_len].argmax(-1)
+    def __call__(self, input_ids, position_ids, attn_mask, write_idx):
+        self.forwards += 1
+        return self.replay(self.forward, input_ids, position_ids, attn_mask, write_idx)
 
 
 @torch.no_grad()
-def generate_ar(backbone, prompt_ids, cfg, decoder=None, generator=None):
-    """Plain greedy decoding, one token a forward through the same walk, cache and graphs: the line beside every method.
+def generate_ar(model, prompt_ids, cfg, decoder=None, generator=None):
+    """Plain greedy decoding, one token a forward: the loop that every method's `generate` is read against.
 
-    prompt_ids (1, P) int64; cfg gives max_new_tokens, eos_id, vocab_len, compile. Returns (ids (1, P+R), record).
+    prompt_ids (1, P) int64; of cfg: max_new_tokens, eos_id, vocab_len. Returns (seq_ids (1, P+R), record).
     """
-    P, ids = prompt_ids.shape[1], prompt_ids.cpu()
-    decoder = (decoder or Decoder(backbone, P + cfg.max_new_tokens, compiled=cfg.compile)).reset()
+    P = prompt_ids.shape[1]
+    decoder = (decoder or Decoder(model, P + cfg.max_new_tokens)).reset()
+    kv_cache = decoder.kv_cache
+    seq_ids = prompt_ids.cpu()
     for _ in range(cfg.max_new_tokens):
-        start = decoder.kv_cache.cache_len
-        n = ids.shape[1] - start  # the prompt, then one token
-        positions = torch.arange(start, start + n)[None]
-        mask, write_idx = dense(causal(start), 1, n, start + n), decoder.kv_cache.scratch_idx(n)
-        next_ids = decoder(ids[:, start:], positions, mask, write_idx, last=1, read=(best_token, cfg.vocab_len))
-        decoder.kv_cache.commit(n)
-        ids = torch.cat([ids, next_ids.cpu()], dim=1)
-        if ids[0, -1] == cfg.eos_id:
+        start = kv_cache.cache_len
+        n = seq_ids.shape[1] - start  # the prompt, then one token
+        position_ids = torch.arange(start, start + n)[None]
+        mask = dense(causal(start), 1, n, start + n)
+        hidden = decoder(seq_ids[:, start:], position_ids, mask, kv_cache.scratch_idx(n))
+        kv_cache.commit(n)
+        logits = model.lm_head(hidden[:, -1])[:, : cfg.vocab_len]
+        seq_ids = torch.cat([seq_ids, logits.argmax(-1, keepdim=True).cpu()], dim=1)
+        if is_eos(seq_ids[0, -1], cfg.eos_id):
             break
-    new_tokens = ids.shape[1] - P
-    record = {"forwards": decoder.forwards, "rounds": new_tokens, "fixed_round": list(range(new_tokens))}
-    return ids.to(prompt_ids.device), record
+    R = seq_ids.shape[1] - P
+    return seq_ids.to(prompt_ids.device), {"forwards": R, "rounds": R, "fixed_round": list(range(R))}
 
 
-# ------------------------------------------------------------------------------------------------------------- drawings
+# --------------------------------------------------------------------------------------------------- drawings
 
 
 def draw(mask_mod, T, S, q_names=None, kv_names=None):
@@ -495,63 +516,48 @@ def draw(mask_mod, T, S, q_names=None, kv_names=None):
 
 def drawings():
     """(title, drawing) of every mask, small enough to read."""
+    copies = [f"n{i}" for i in range(6)] + [f"c{i}" for i in range(6)]
+    packed = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
     return [
         ("full: everything sees everything (LLaDA, Dream, D2F's teacher)", draw(full(), 6, 6)),
-        ("causal: plain AR; ReFusion's buffer [prompt | clean slots, any order | masked slots]", draw(causal(), 8, 8)),
-        (
-            "causal(offset=4): 3 new queries behind 4 cached keys",
-            draw(causal(4), 3, 7, kv_names="cccc012"),
-        ),
-        (
-            "segments: causal sequences 0 0 0 | 1 1 | 2 2 2 packed in one row (CoDiLA's blocks)",
-            draw(segments(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])), 8, 8, kv_names="00011222"),
-        ),
-        (
-            "completion_rows: ReFusion, 3 committed keys (c), two slots of 4 (a, b), offsets 1.. are recomputed",
-            draw(completion_rows(3, 4, 1), 6, 11, "a1 a2 a3 b1 b2 b3".split(), "cccaaaabbbb"),
-        ),
-        (
-            "block_causal: D2F, prompt of 3 (p), response blocks of 2",
-            draw(block_causal(2, torch.tensor([3])), 9, 9, kv_names="ppp001122"),
-        ),
-        (
-            "block_causal: Fast-dLLM v2, blocks of 4 counted from the first token; 4 queries behind 4 cached",
-            draw(block_causal(4, offset=4), 4, 8, kv_names="cccc1111"),
-        ),
-        (
-            "noisy_clean: Fast-dLLM v2 training, 3 blocks of 2, noisy (n) then clean (c) tokens",
-            draw(noisy_clean(6, 2), 12, 12, [f"n{i}" for i in range(6)] + [f"c{i}" for i in range(6)], "nnnnnncccccc"),
-        ),
-        (
-            "dual_view: Orthrus training, 6 AR keys (a), two diffusion blocks of 3 with anchors at 2 and 4",
-            draw(dual_view(6, 3, torch.tensor([[2, 4]])), 6, 12, "0a 0m 0m 1a 1m 1m".split(), "aaaaaa000111"),
-        ),
-        (
-            "merged_views: Orthrus --merged, 3 cached keys (c), 3 AR rows (a), diffusion groups at AR rows 0 and 2",
-            draw(merged_views(3, 3, 2, torch.tensor([0, 2])), 7, 10, "a0 a1 a2 g0 g0 g2 g2".split(), "cccaaa0022"),
-        ),
-    ]
+        ("causal: plain AR; ReFusion's buffer [prompt | clean slots | masked slots]", draw(causal(), 8, 8)),
+        ("causal(offset=4): 3 new queries after 4 cached keys", draw(causal(4), 3, 7, kv_names="cccc012")),
+        ("segments: causal sequences 0 0 0 | 1 1 | 2 2 2 packed in one row (CoDiLA's blocks)",
+         draw(segments(packed), 8, 8, kv_names="00011222")),
+        ("completion_rows: ReFusion, 3 committed keys (c), slots of 4 (a, b), offsets 1.. are recomputed",
+         draw(completion_rows(3, 4, 1), 6, 11, "a1 a2 a3 b1 b2 b3".split(), "cccaaaabbbb")),
+        ("block_causal: D2F, prompt of 3 (p), response blocks of 2",
+         draw(block_causal(2, torch.tensor([3])), 9, 9, kv_names="ppp001122")),
+        ("block_causal: Fast-dLLM v2, blocks of 4 from the first token; 4 queries after 4 cached",
+         draw(block_causal(4, offset=4), 4, 8, kv_names="cccc1111")),
+        ("noisy_clean: Fast-dLLM v2 training, 3 blocks of 2, noisy (n) then clean (c) tokens",
+         draw(noisy_clean(6, 2), 12, 12, copies, "nnnnnncccccc")),
+        ("dual_view: Orthrus training, 6 AR keys (a), two diffusion blocks of 3 with anchors at 2 and 4",
+         draw(dual_view(6, 3, torch.tensor([[2, 4]])), 6, 12, "0a 0m 0m 1a 1m 1m".split(), "aaaaaa000111")),
+        ("merged_views: Orthrus --merged, 3 cached keys (c), 3 AR rows (a), groups at AR rows 0 and 2",
+         draw(merged_views(3, 3, 2, torch.tensor([0, 2])), 7, 10, "a a a 0 0 2 2".split(), "cccaaa0022")),
+    ]  # fmt: skip
 
 
 def trace(tokenizer, ids, record):
-    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through) with one entry a token.
+    """Rounds of a decode, each a list of (text, round that fixed it or None, struck through), one a token.
 
-    Not yet fixed: a dot, or the draft that this round rejected, where record["rejected"] has (round, index, token id).
+    Not yet fixed: a dot, or the draft that this round rejected: record["rejected"] has (round, index, token).
     """
-    rejected = {(turn, index): token_id for turn, index, token_id in record.get("rejected", ())}
+    rejected = {(number, index): token_id for number, index, token_id in record.get("rejected", ())}
     fixed = record["fixed_round"][: len(ids)]
 
-    def entry(turn, i):
-        if fixed[i] <= turn:
+    def entry(number, i):
+        if fixed[i] <= number:
             return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((turn, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), turn, True)
+        draft = rejected.get((number, i))
+        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), number, True)
 
-    return [[entry(turn, i) for i in range(len(fixed))] for turn in sorted(set(fixed))]
+    return [[entry(number, i) for i in range(len(fixed))] for number in sorted(set(fixed))]
 
 
 def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by the round, fallen drafts struck through."""
+    """One line a round; on a terminal at the decode's pace, coloured by round, rejected drafts struck."""
     for number, row in enumerate(rounds, 1):
         if sys.stdout.isatty():
             time.sleep(seconds / len(rounds))
@@ -564,17 +570,21 @@ def show_trace(rounds, seconds):
 
 def trace_svg(rounds):
     """The same as one self-contained picture (text of an SVG file)."""
-    colours, lines, width = ("#c33", "#383", "#a60", "#33c", "#939", "#088"), [], 0
+    colours = ("#c33", "#383", "#a60", "#33c", "#939", "#088")
+    lines = []
+    width = 0
     for number, row in enumerate(rounds, 1):
         spans = ""
         for text, n, struck in row:
             line = 'text-decoration="line-through"' if struck else ""
-            spans += f'<tspan fill="{"#999" if n is None else colours[n % 6]}" {line}>{html.escape(text)}</tspan>'
+            fill = "#999" if n is None else colours[n % 6]
+            spans += f'<tspan fill="{fill}" {line}>{html.escape(text)}</tspan>'
         spans = spans.replace("\n", "⏎")
         lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
         width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}" font-family="monospace" font-size="14"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="14">'
+    return "\n".join([head, *lines, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

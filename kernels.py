@@ -1,50 +1,59 @@
-"""The fast path under all five scripts: fused attention, the KV cache it reads, the replay of a decode forward.
+"""The fast path under all five scripts: fused attention, its KV cache, the replay of a decode forward.
 
-attention      one call for training and decoding. A BlockMask (CUDA training) goes to one compiled flex_attention, a
-               dense boolean mask to PyTorch's SDPA. Where flex refuses, the same predicate is made dense, said once
-               on stderr.
-KVCache        preallocated keys and values with a count of committed entries; everything behind that count is scratch.
-GraphReplay    one captured CUDA graph per (query length, key length) bucket; elsewhere it just calls the function.
+attention      one call for training and decoding. A BlockMask (CUDA training) goes to one compiled
+               flex_attention, a dense boolean mask to PyTorch's SDPA. Where flex refuses, the same predicate
+               is made dense, said once on stderr.
+KVCache        preallocated keys and values with a count of committed entries; the rest is scratch.
+GraphReplay    one captured CUDA graph per (query length, key length) bucket; elsewhere it just calls the
+               function.
 
-Shapes: B batch, T queries of this forward, S keys seen, H query heads, G key/value heads, D head dim, V vocabulary.
+Shapes: B batch, T queries of this forward, S keys seen, H query heads, G key/value heads, D head dim.
 """
 
+import importlib.machinery
+import importlib.util
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-torch._dynamo.config.recompile_limit = 256  # one entry per bucket; behind the limit flex runs unfused and memory jumps
+if __name__ == "kernels":  # transformers imports a package of this name where it is installed
+    here = Path(__file__).resolve().parent
+    elsewhere = [place for place in sys.path if Path(place).resolve() != here]
+    spec = importlib.machinery.PathFinder.find_spec("kernels", elsewhere)
+    if spec and spec.submodule_search_locations:  # a package, not another copy of this file
+        sys.modules["kernels"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["kernels"])
+
+torch._dynamo.config.recompile_limit = 256  # one entry per bucket; past the limit flex runs unfused
+torch.backends.cuda.enable_cudnn_sdp(False)  # one plan a shape, and wrong results with masks in some versions
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
-_notices = set()
+COMPILER_ERRORS = (TorchDynamoException, InductorError, NotImplementedError)
+_said = set()
 
 
-def notice(text):
-    """Say a thing once per process, on stderr."""
-    if text not in _notices:
-        _notices.add(text)
+def say_once(text):
+    """Print a line on stderr, once a process."""
+    if text not in _said:
+        _said.add(text)
         print(text, file=sys.stderr)
 
 
 def refused(what, error=None, instead=""):
     """Whether `what` was refused in this process; with an error: from now on, said once on stderr."""
     if error is not None:
-        _notices.add(what)
-        notice(f"{what} refused ({type(error).__name__}): {instead}")
-    return what in _notices
-
-
-def to_host(*tensors):
-    """Tensors of one shape on the CPU by a single copy: a decoding loop waits once. float64 holds ids and float32."""
-    if tensors[0].is_cuda and len(tensors) > 1:
-        joined = torch.stack([tensor.double() for tensor in tensors]).cpu()
-        return tuple(part.to(tensor.dtype) for part, tensor in zip(joined, tensors))
-    return tuple(tensor.cpu() for tensor in tensors)
+        say_once(f"{what} refused ({type(error).__name__}): {instead}")
+        _said.add(what)
+    return what in _said
 
 
 def dense(mask_mod, B, T, S, device="cpu"):
-    """Dense mask of a predicate: (B, 1, T, S) bool, True = may attend. The readable form, the reference in tests."""
+    """Dense mask of a predicate: (B, 1, T, S) bool, True = may attend. The readable form."""
     b = torch.arange(B, device=device).view(B, 1, 1, 1)
     q_idx = torch.arange(T, device=device).view(1, 1, T, 1)
     kv_idx = torch.arange(S, device=device).view(1, 1, 1, S)
@@ -54,10 +63,10 @@ def dense(mask_mod, B, T, S, device="cpu"):
 def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
     """softmax(q k^T / sqrt(D)) v with grouped query heads; keys and values are never expanded to H heads.
 
-    q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G: query heads g*H/G .. (g+1)*H/G-1 read key head g.
+    q (B, H, T, D), k and v (B, G, S, D), H a multiple of G: query heads g*H/G .. (g+1)*H/G-1 read key head g.
     mask: None (all see all), bool (B or 1, 1, T, S) with True = may attend, or a BlockMask.
     Returns (B, H, T, D). A row without a visible key gives zeros, and finite gradients.
-    Raises TypeError for a mask of another dtype: 0/1 numbers would be added to the scores and be silently wrong.
+    Raises TypeError for a mask of another dtype: 0/1 numbers would be added to the scores, silently wrong.
     """
     B, H, T, D = q_BHTD.shape
     G, S = k_BGSD.shape[1:3]
@@ -65,12 +74,12 @@ def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
         if q_BHTD.is_cuda and not refused("flex_attention"):
             try:
                 return _compiled_flex(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=H != G)
-            except Exception as error:  # flex refuses some head sizes and group sizes in some versions
+            except COMPILER_ERRORS as error:  # some head sizes in some versions; a full memory is no refusal
                 refused("flex_attention", error, "SDPA with the same predicate made dense")
         batch = mask.kv_num_blocks.shape[0]
         mask = dense(mask.mask_mod, batch, T, S, q_BHTD.device)
     if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"attention takes a boolean mask (True = may attend) or a BlockMask, not {mask.dtype}")
+        raise TypeError(f"attention takes a boolean mask or a BlockMask, not {mask.dtype}")
     R = H // G
     q_BGRTD = q_BHTD.reshape(B, G, R * T, D)  # the R query heads of one key head side by side
     if mask is not None:
@@ -81,25 +90,25 @@ def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
 class KVCache:
     """Keys (already rotated) and values of every layer, preallocated, with a count of committed entries.
 
-    A forward writes its keys and values at chosen places behind the committed part (scratch) and attends to both. What
-    follows decides what stays: `commit(n)` keeps a prefix of the scratch, `commit_chosen(idx)` gathers chosen entries
-    down to the committed part. All else is overwritten by the next forward: there is nothing to roll back. The tensors
-    never move, so that a captured graph can read them; no entry is ever copied but by `commit_chosen`.
+    A forward writes its keys and values at chosen places after the committed part (scratch) and attends to
+    both. What follows decides what stays: `commit(n)` keeps the first n entries of the scratch. All else is
+    overwritten by the next forward: there is nothing to roll back. The tensors never move, so that a captured
+    graph can read them.
 
-    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, max_len and
-    at least one spare, D).
+    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, room,
+    D): entry max_len takes what padding queries write, and the padded keys of a graph never reach the end.
     """
 
     def __init__(self, num_layers, batch, kv_heads, max_len, head_dim, device, dtype):
-        # entry max_len takes what padding queries write, and nothing looks there; whole tiles of 64 for the kernels
-        shape = (batch, kv_heads, (max_len // 64 + 1) * 64, head_dim)
-        self.layers = [
-            tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)) for _ in range(num_layers)
-        ]
-        self.max_len, self.cache_len = max_len, 0
+        room = (max_len // GraphReplay.KEY + 2) * GraphReplay.KEY
+        shape = (batch, kv_heads, room, head_dim)
+        zeros = dict(device=device, dtype=dtype)
+        self.layers = [(torch.zeros(shape, **zeros), torch.zeros(shape, **zeros)) for _ in range(num_layers)]
+        self.max_len = max_len
+        self.cache_len = 0
 
     def scratch_idx(self, n, offset=0):
-        """(n,) int64, on the CPU: places `offset .. offset+n-1` behind the committed part. ValueError past max_len."""
+        """(n,) int64, CPU: places offset .. offset+n-1 after the committed part. ValueError past max_len."""
         start = self.cache_len + offset
         if start + n > self.max_len:
             raise ValueError(f"the KV cache holds {self.max_len} entries, entry {start + n} was asked for")
@@ -108,105 +117,89 @@ class KVCache:
     def commit(self, n):
         """Keep the first n scratch entries."""
         if not 0 <= n <= self.max_len - self.cache_len:
-            raise ValueError(f"cannot commit {n} entries behind {self.cache_len} of {self.max_len}")
+            raise ValueError(f"cannot commit {n} entries after {self.cache_len} of {self.max_len}")
         self.cache_len += n
 
-    def commit_chosen(self, idx):
-        """Keep scratch entries idx (n,), counted from the committed part, in this order."""
-        source = self.cache_len + idx.to(self.layers[0][0].device)
-        for keys, values in self.layers:
-            for tensor in (keys, values):
-                tensor[:, :, self.cache_len : self.cache_len + len(idx)] = tensor[:, :, source]
-        self.commit(len(idx))
-
-    def truncate(self, cache_len):
-        """Keep the first cache_len committed entries: 0 none, cache_len all. Raises ValueError beyond either end."""
-        if not 0 <= cache_len <= self.cache_len:
-            raise ValueError(f"cannot cut a cache of {self.cache_len} entries to {cache_len}")
-        self.cache_len = cache_len
+    def reset(self):
+        """Keep nothing."""
+        self.cache_len = 0
 
     def keep_rows(self, row_idx):
-        """Keep batch rows row_idx (n,), in this order; the freed rows at the end go."""
+        """Keep batch rows row_idx (n,), in this order; the others are freed."""
         row_idx = row_idx.to(self.layers[0][0].device)
-        self.layers = [tuple(tensor[row_idx] for tensor in layer) for layer in self.layers]
+        self.layers = [(keys[row_idx], values[row_idx]) for keys, values in self.layers]
 
 
 class GraphReplay:
-    """Call `forward(input_ids, position_ids, attn_mask, write_idx, row_idx, read)`, on CUDA as a captured graph.
+    """Calls `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA as a captured graph.
 
-    input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T, S) bool;
-    write_idx (T,) int64, places in the cache. They may lie on the CPU: a decoding loop keeps its state there and waits
-    for the device only where it reads the result.
-    last: how many rows at the end are asked for; None: all, and row_idx is None, else (last,) int64.
-    read: handed on as it is, hashable; every other `read` has a graph of its own.
-    T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare entry
-    `trash_idx` and are cut from the result; padding keys are seen by nobody. Longer queries run without a graph.
-    max_key: entries of the cache, the spare one included; device: where forward runs.
-    Returns what forward returns, a tensor or several, (B, T or last, ...): valid until the next call with the same
-    bucket.
+    input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T,
+    S) bool; write_idx (T,) int64, places in the cache. They may lie on the CPU, where decoding keeps its
+    state. T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare
+    entry `trash_idx` and are cut from the result; nobody sees padding keys. Longer queries run without a
+    graph. Returns (B, T, width), valid until the next call. All graphs share one stream and one memory pool,
+    since the workspace of cuBLAS is freed with its stream. forward comes with each call: no reference cycle
+    keeps the graphs of a Decoder alive.
     """
 
-    QUERY, MAX_QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 1024, 256
+    QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 256
+    setup_seconds = 0.0  # of this process, for compilation and capture: not decoding time
 
-    def __init__(self, forward, trash_idx, max_key, device="cpu", pad=None, capture=None):
-        on_gpu = torch.device(device).type == "cuda"
-        self.forward, self.trash_idx, self.max_key, self.device = forward, trash_idx, max_key, device
-        self.pad = on_gpu if pad is None else pad  # padding without capture exists for tests on CPU
-        self.capture = on_gpu if capture is None else capture
+    def __init__(self, trash_idx, device="cpu", pad=None):
+        self.trash_idx = trash_idx
+        self.device = torch.device(device)
+        self.capture = self.device.type == "cuda"
+        self.pad = self.capture if pad is None else pad  # padding without capture exists for tests on CPU
         self.graphs = {}
+        if self.capture:
+            self.stream = torch.cuda.Stream(device)
+            self.pool = torch.cuda.graph_pool_handle()
 
-    def bucket(self, n):
-        """The next size of QUERY."""
-        return next(size for size in self.QUERY if size >= n)
-
-    def __call__(self, input_ids, position_ids, attn_mask, write_idx, last=None, read=()):
+    def __call__(self, forward, *inputs):
+        input_ids, position_ids, attn_mask, write_idx = inputs
         B, T = input_ids.shape[:2]
-        S, n = attn_mask.shape[-1], T if last is None else last
-        row_idx = None if n == T else torch.arange(T - n, T)
-        if not self.pad or T > self.MAX_QUERY:
-            args = (input_ids, position_ids, attn_mask, write_idx, row_idx)
-            return self.forward(*(x if x is None else x.to(self.device, non_blocking=True) for x in args), read)
-        T_pad, S_pad = self.bucket(T), min(-(-S // self.KEY) * self.KEY, self.max_key)
-        key = (B, T_pad, S_pad, n < T and self.bucket(n), *input_ids.shape[2:], read)
-        if key not in self.graphs:
-            self.graphs[key] = self._prepare(*key[:4], input_ids, read)
-        static, graph, out = self.graphs[key]
-        ids, positions, mask, places, rows = static
-        padded_mask = torch.zeros(attn_mask.shape[0], 1, T_pad, S_pad, dtype=torch.bool, device=attn_mask.device)
-        padded_mask[:, :, :T, :S] = attn_mask
-        padded_mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach the others
-        mask.copy_(padded_mask, non_blocking=True)  # from the CPU: nobody waits
-        places[:T].copy_(write_idx, non_blocking=True)
-        places[T:] = self.trash_idx
+        S = attn_mask.shape[-1]
+        if not self.pad or T > self.QUERY[-1]:
+            return forward(*(x.to(self.device, non_blocking=True) for x in inputs))
+        T_pad = next(size for size in self.QUERY if size >= T)
+        S_pad = -(-S // self.KEY) * self.KEY
+        bucket = (B, T_pad, S_pad, *input_ids.shape[2:])
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._prepare(forward, bucket, input_ids.dtype)
+        static, graph, hidden = self.graphs[bucket]
+        ids, positions, mask, places = static
+        padded_mask = F.pad(attn_mask, (0, S_pad - S, 0, T_pad - T))
+        padded_mask[:, :, T:, 0] = True  # what padding computes must be finite: 0 * NaN would reach others
+        mask.copy_(padded_mask, non_blocking=True)
         ids[:, :T].copy_(input_ids, non_blocking=True)
         positions[:, :T].copy_(position_ids, non_blocking=True)
-        if n < T:
-            rows[:n].copy_(row_idx, non_blocking=True)
+        places[:T].copy_(write_idx, non_blocking=True)
+        places[T:] = self.trash_idx
         if graph is None:
-            out = self.forward(*static, read)
+            hidden = forward(*static)
         else:
             graph.replay()
-        return out[:, :n] if torch.is_tensor(out) else tuple(tensor[:, :n] for tensor in out)
+        return hidden[:, :T]
 
-    def _prepare(self, B, T, S, n, like, read):
-        device = self.device
-        static = (
-            torch.zeros(B, T, *like.shape[2:], dtype=like.dtype, device=device),
-            torch.zeros(B, T, dtype=torch.int64, device=device),
-            torch.ones(B, 1, T, S, dtype=torch.bool, device=device),
-            torch.full((T,), self.trash_idx, device=device),
-            torch.zeros(n, dtype=torch.int64, device=device) if n else None,
-        )
-        torch._dynamo.maybe_mark_dynamic(static[2], 3)  # one compilation for all S
+    def _prepare(self, forward, bucket, dtype):
+        """(static inputs, captured graph, its output) of a bucket; without capture the last two are None."""
+        B, T, S, *width = bucket
+        ids = torch.zeros(B, T, *width, dtype=dtype, device=self.device)
+        positions = torch.zeros(B, T, dtype=torch.int64, device=self.device)
+        mask = torch.ones(B, 1, T, S, dtype=torch.bool, device=self.device)
+        torch._dynamo.maybe_mark_dynamic(mask, 3)  # one compilation for all S
+        static = ids, positions, mask, torch.full((T,), self.trash_idx, device=self.device)
         if not self.capture:
             return static, None, None
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile and warm up outside the capture
+        clock = time.time()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):  # compile and warm up outside the capture
             for _ in range(3):
-                self.forward(*static, read)
-        torch.cuda.current_stream().wait_stream(side)
+                forward(*static)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.forward(*static, read)
-        return static, graph, out
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            hidden = forward(*static)
+        torch.cuda.synchronize(self.device)
+        GraphReplay.setup_seconds += time.time() - clock
+        return static, graph, hidden

@@ -1,106 +1,98 @@
-"""Where a decode goes: time in forwards and time between them, and how often the loop waits for the device.
+"""Where a decode goes: the share of time outside forwards of each method's loop, and its tok/s against plain AR.
 
-    python tests/bench_loop.py                                          (tiny shape on CPU, 0.6B on a GPU)
-    python tests/bench_loop.py --scripts refusion --profile 15          (and the 15 dearest operations)
+    python tests/bench_loop.py                                            (tests/tiny on CPU, 0.6B on a GPU)
+    python tests/bench_loop.py --scripts refusion --shape "" --model runs/refusion --problems 16
 
-Random weights in Qwen3 shapes, a random prompt, default decoding settings, batch 1. A forward is timed from its
-inputs to the last of its results, so everything else is the loop: masks, positions, choices, copies. waits:
-synchronising calls per forward that PyTorch reports on CUDA. The first generation (compiling, capturing) is outside
-the clock. The last line of stdout is JSON.
+Every decoding that the script's own `compare` offers, batch 1. With --shape: random weights in a Qwen3 shape, a random
+prompt, the paper's settings, no EOS; nearly no draft is good, so tok/s is what a method costs where it gains nothing.
+Without: the script's models, settings and problems. A flag that is not known here, as --model, is the script's.
+tok/s is timed without waits between forwards. For the share a forward lasts from its inputs to the last of its
+results: all else is masks, positions, head, choices, copies. A pass before both compiles and captures. The last line
+of stdout is JSON.
 """
 
-import argparse
+import dataclasses
 import importlib
 import json
-import subprocess
-import sys
 import time
-import warnings
-from pathlib import Path
 from unittest import mock
 
 import torch
+from bench_decode import ROOT, header, parser, table
+from bench_train import SCRIPTS, random_weights, run_script, vocab_len
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from bench_decode import SHAPES
-from bench_train import SCRIPTS, random_model
+from common import kernels
 
-import kernels
+CALL = kernels.GraphReplay.__call__
 
 
-def waits(run):
-    """How many synchronising calls PyTorch reports while run() runs."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+def clock(call, wait):
+    """(result of the call, seconds), the device waited for before and after."""
+    wait()
+    start = time.perf_counter()
+    result = call()
+    wait()
+    return result, time.perf_counter() - start
+
+
+def outside_forwards(call, wait):
+    """Share of the seconds of call() that are not in a forward."""
+    inside = 0.0
+
+    def timed(*args):
+        nonlocal inside
+        result, seconds = clock(lambda: CALL(*args), wait)
+        inside += seconds
+        return result
+
+    with mock.patch.object(kernels.GraphReplay, "__call__", timed):
+        seconds = clock(call, wait)[1]
+    return 1 - inside / seconds
 
 
 def main(argv=None):
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--shape", choices=SHAPES, default="0.6B" if on_gpu else "tiny")
-    parser.add_argument("--prompt", type=int, default=256 if on_gpu else 32, help="tokens")
-    parser.add_argument("--new", type=int, default=128 if on_gpu else 32, help="tokens")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N dearest operations")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    args = parser.parse_args(argv)
-    cuda = args.device.startswith("cuda")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    sync = torch.cuda.synchronize if cuda else (lambda: None)
-    device = torch.cuda.get_device_name(args.device) if cuda else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    case = f"prompt {args.prompt}, {args.new} new tokens"
-    print(f"{device}, {args.shape}, {str(dtype)[6:]}, {case}, commit {commit or '-'}\n")
-    print("| script | forwards | total ms | in forwards ms | outside | waits per forward |\n" + "| --- " * 6 + "|")
-    rows, call = [], kernels.GraphReplay.__call__
+    found = parser(__doc__, scripts=(SCRIPTS, SCRIPTS), shape=("", "0.6B"), prompt=(32, 256), new=(32, 128))
+    args, flags = found.parse_known_args(argv)
+    head = header(args.device)
+    wait = torch.cuda.synchronize if args.device.startswith("cuda") else (lambda: None)
+    flags = ["--generate", "--device", args.device, "--dtype", head["dtype"], *flags]
+    if args.shape:
+        print(f"{args.shape} shape, prompt of {args.prompt} tokens, {args.new} new\n")
+        flags += ["--max_new_tokens", args.new, "--prompt", ""]
+    table("decoding", "tokens", "forwards", "ms", "outside forwards", "tok/s", "x AR")
+    table(*["---"] * 7)
+    rows = []
     for name in args.scripts:
         script = importlib.import_module(name)
-        sizes = {"max_new_tokens": args.new, "max_len": max(script.TINY["max_len"], args.prompt + args.new)}
-        model, cfg = random_model(script, args.shape, dtype, device=args.device, dtype=str(dtype)[6:], **sizes)
-        model.train(False)
-        decoder, (_, generate) = script.new_decoder(model, args.prompt, cfg), script.decoders(cfg)[0]
-        generator = torch.Generator().manual_seed(0)
-        prompt_ids = torch.randint(2, cfg.vocab_len, (1, args.prompt), generator=generator).to(args.device)
 
-        def run():
-            return generate(model, prompt_ids, cfg, decoder, torch.Generator().manual_seed(0))[1]
+        def decode(label, run, decoder, model, tokenizer, problems, cfg, command, ar=None):
+            if args.shape:
+                cfg = dataclasses.replace(cfg, vocab_len=vocab_len(args.shape), eos_id=None)
+            prompts = [script.encode(tokenizer, messages)["prompt_ids"] for messages, _, _ in problems]
+            prompts = [torch.tensor([ids], device=args.device) for ids in prompts]
 
-        inside = 0.0
+            def decode_all():
+                records = [run(model, ids, cfg, decoder, torch.Generator().manual_seed(0)) for ids in prompts]
+                tokens = sum(len(script.trim(seq[0, ids.shape[1] :], cfg)) for (seq, _), ids in zip(records, prompts))
+                return tokens, sum(record["forwards"] for _, record in records)
 
-        def timed(self, *args):
-            nonlocal inside
-            sync()
-            start = time.perf_counter()
-            out = call(self, *args)
-            sync()
-            inside += time.perf_counter() - start
-            return out
+            decode_all()
+            (tokens, forwards), seconds = clock(decode_all, wait)
+            row = dict(script=name, label=label, tokens=tokens, forwards=forwards, ms=1e3 * seconds,
+                       outside=outside_forwards(decode_all, wait), tok_s=tokens / seconds)  # fmt: skip
+            row["x_ar"] = row["tok_s"] / ar["tok_s"] if ar else 1.0
+            rows.append(row)
+            return row
 
-        forwards = run()["forwards"]
-        count = waits(run) / forwards if cuda else None
-        with mock.patch.object(kernels.GraphReplay, "__call__", timed):
-            start = time.perf_counter()
-            run()
-            sync()
-            total = time.perf_counter() - start
-        row = {"script": name, "forwards": forwards, "total_ms": 1e3 * total, "inside_ms": 1e3 * inside,
-               "outside": 1 - inside / total, "waits_per_forward": count}  # fmt: skip
-        rows.append(row)
-        print(f"| {name} | {forwards} | {row['total_ms']:.1f} | {row['inside_ms']:.1f} | {row['outside']:.0%} | "
-              f"{'-' if count is None else f'{count:.2f}'} |", flush=True)  # fmt: skip
-        if args.profile:
-            with torch.profiler.profile() as profile:
-                run()
-            key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            print(profile.key_averages().table(sort_by=key, row_limit=args.profile))
-    print(json.dumps({"device": device, "shape": args.shape, "dtype": str(dtype)[6:], "commit": commit,
-                      "torch": torch.__version__, "rows": rows}))  # fmt: skip
+        own = flags if "--model" in flags else ["--model", script.Config.model, *flags]
+        if args.shape and name == "d2f":
+            own += ["--baseline", ROOT / "tests/tiny/ar"]  # its weights are random too
+        changes = random_weights(args.shape, args.device, args.prompt, 1) if args.shape else {}
+        first = len(rows)
+        run_script(script, own, decode=decode, **changes)
+        for row in rows[first:]:
+            table(f"{name}: {row['label']}", *list(row.values())[2:])
+    print(json.dumps(head | dict(shape=args.shape, rows=rows)))
 
 
 if __name__ == "__main__":

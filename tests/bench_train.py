@@ -1,194 +1,148 @@
 """One training step, forward and backward, of each script: ours against the same step on the library's forward.
 
-    python tests/bench_train.py                                     (tiny shape on CPU, 0.6B with rows of 2048 on a GPU)
-    python tests/bench_train.py --scripts refusion --shape 0.6B --length 2048 --batch 2
+    python tests/bench_train.py                       (tiny shape on CPU, 0.6B with rows of 2048 tokens on a GPU)
+    python tests/bench_train.py --scripts refusion --shape 0.6B --length 512
 
-Rows are random tokens, a quarter of each the prompt; weights are random in Qwen3 shapes, in float32, under bfloat16
-autocast on a GPU. The library's side: its own forward with SDPA and a dense mask, logits of every row at once. Where
-a step needs other projections than the library's (D2F's adapter, Orthrus's second view) that part runs on the same
-layers one by one, uncompiled. tokens/s counts tokens of the data, not their copies. useful: products that the method
-asks for (masked pairs not counted, what is recomputed not counted), over the chip's dense bfloat16 rate where that is
-known. Times are medians with the smallest and the largest; the last line of stdout is JSON.
+Random rows, a quarter of each the prompt; random weights in a Qwen3 shape, prepared by the script's own `train`. The
+library's side: its own forward with SDPA and a dense mask, and the logits of all rows at once. Where a step needs
+other projections than the library has (D2F's LoRA, Orthrus's second view), that walk runs layer by layer, uncompiled,
+with the dense mask. tokens/s counts tokens of the data, not their copies. Times are medians (smallest - largest), the
+step before them apart; peak memory on CUDA. The last line of stdout is JSON.
 """
 
-import argparse
 import contextlib
 import importlib
+import io
 import json
-import subprocess
-import sys
-import time
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from bench_decode import SHAPES, build, header, milliseconds, parser, spread, table
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from bench_decode import SHAPES, build, milliseconds
+import common
+from common import dense, own_projection, walk
 
-import kernels
-from common import dense, own_projection, prepare, walk
-
-SCRIPTS = ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila")
-DENSE_RATE = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bfloat16 without sparsity, by the maker's data sheets
+SCRIPTS = ["refusion", "d2f", "fastdllm_v2", "orthrus", "codila"]
 
 
-def random_model(script, shape, weights_dtype, **changes):
-    """(model, cfg) of a script at the start of its own stage, random weights of weights_dtype."""
-    own = script.TINY if shape == "tiny" else {"aux": "tiny"} if script.METHOD == "codila" else {}
-    cfg, vocab = script.Config(**own | changes), SHAPES[shape][6]
-    cfg.mask_id, cfg.eos_id, cfg.vocab_len = 1, 0, vocab - 2
-    script.check(cfg)
-
-    def aux_of_the_same_shape(*args, tiny=getattr(script, "load_aux", None)):
-        aux_model = build(shape, cfg.device, weights_dtype)
-        aux_model.config.codila = tiny(*args)[0].config.codila  # of the built-in one: which ids are shared
-        return aux_model, None
-
-    backbone = prepare(build(shape, cfg.device, weights_dtype))
-    backbone.config.mask_token_id = cfg.mask_id
-    with mock.patch.object(script, "load_aux", aux_of_the_same_shape, create=True):
-        return script.enter_stage(backbone, script.METHOD, None, cfg), cfg
+def run_script(script, argv, **changes):
+    """The script's own main(argv), silent, some of its functions replaced. Raises ValueError where it refuses."""
+    said = io.StringIO()
+    with mock.patch.multiple(script, **changes), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = script.main([str(word) for word in argv])
+    if status:
+        raise ValueError(f"{script.METHOD} {argv}: {said.getvalue()}")
 
 
-def setup(script, shape, length, batch, device):
-    """(model, inputs, cfg, loss) of one step of the method's own stage, everything drawn from fixed seeds."""
-    low = "bfloat16" if device.startswith("cuda") else "float32"
-    sizes = {"batch_size": batch, "max_len": length}
-    model, cfg = random_model(script, shape, torch.float32, device=device, dtype=low, **sizes)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, cfg.vocab_len, (batch, length - 1), generator=generator).tolist()
-    rows = [{"prompt_ids": row[: length // 4], "answer_ids": [*row[length // 4 :], cfg.eos_id]} for row in ids]
-    stage = script.stages(cfg)[-1]
-    packed = stage.pack(rows, cfg)[:batch]
-    inputs = stage.build(packed, stage.draw(packed, cfg, generator), cfg)
-    model.train()
-    for lm in {id(m): m for m in model.modules() if hasattr(m, "set_attn_implementation")}.values():
-        lm.set_attn_implementation("sdpa")
-    return model, {key: value.to(device) for key, value in inputs.items()}, cfg, stage.loss
+def random_weights(shape, device, prompt, answer):
+    """Changes for `run_script`: a backbone of random weights in a named shape, random rows of so many tokens.
+
+    The settings are the paper's. Ids are of the whole vocabulary: who calls sets cfg.vocab_len to `vocab_len(shape)`.
+    """
+
+    def encode(tokenizer, messages, text=""):
+        ids = torch.randint(2, vocab_len(shape), (prompt + answer,)).tolist()
+        return {"prompt_ids": ids[:prompt], "answer_ids": [*ids[prompt:-1], tokenizer.eos_token_id]}
+
+    return dict(TINY={}, encode=encode, from_pretrained=lambda name, dtype, meta=False: build(shape, device, dtype),
+                read_data=lambda path: [([{"role": "user", "content": ""}], "", None)] * 8)  # fmt: skip
+
+
+def vocab_len(shape):
+    return SHAPES[shape][6] - 2
+
+
+def prepared_step(script, argv, shape=None, device="cpu", **changes):
+    """(model, inputs, cfg) of the first step of the script's own `train`, on its device; see `run_script`."""
+    found = []
+
+    def fit(model, part, tokenizer, rows, cfg, folder=None):
+        cfg.vocab_len = vocab_len(shape) if shape else cfg.vocab_len
+        generator = torch.Generator().manual_seed(0)
+        batch = rows[: cfg.batch_size]
+        inputs = script.make_training_inputs(batch, script.draw_noise(batch, cfg, generator), cfg)
+        model.to(cfg.device).train()
+        found.extend([model, {name: x.to(cfg.device) for name, x in inputs.items()}, cfg])
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        run_script(script, ["--train", "--accumulation", 1, "--out", out, "--device", device, *argv], fit=fit, **changes)
+    return found
 
 
 def library_walk(backbone, input_ids, position_ids, attn_mask, layer_kvs=None, write_idx=None, *,
-                 project=own_projection, compiled=None, checkpointing=False):  # fmt: skip
-    """walk's signature on the library's own forward, where that can do it; else our plain layers."""
+                 project=own_projection, **settings):  # fmt: skip
+    """walk's signature on the library's own forward, where that can do it; else our layers, uncompiled."""
     if layer_kvs is not None or project is not own_projection:
         return walk(backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, project=project, compiled=False)
     embeds = input_ids if input_ids.is_floating_point() else backbone.model.embed_tokens(input_ids)
     mask = attn_mask.expand(len(embeds), -1, -1, -1)
-    return backbone.model(
-        inputs_embeds=embeds, position_ids=position_ids, attention_mask=mask, use_cache=False
-    ).last_hidden_state
+    found = backbone.model(inputs_embeds=embeds, position_ids=position_ids, attention_mask=mask, use_cache=False)
+    return found.last_hidden_state
 
 
-def full_token_nll(backbone, hidden, labels):
-    """-log p of every label from the logits of every row at once."""
-    logits = backbone.lm_head(hidden).float()
+def full_token_nll(head, hidden, labels, chunk=None):
+    """-log p of every label, from the logits of all rows at once."""
+    logits = head(hidden).float()
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
 
 
 @contextlib.contextmanager
 def on_the_library(script):
-    """The script's step on the library's forward, dense masks and whole logits."""
-    changes = {"walk": library_walk, "token_nll": full_token_nll,
-               "build_mask": lambda mask_mod, B, T, S, device: dense(mask_mod, B, T, S, device),
-               "checkpoint": lambda function, *args, use_reentrant: function(*args)}  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for name, change in changes.items():
-            if hasattr(script, name):
-                stack.enter_context(mock.patch.object(script, name, change))
+    """The script's loss on the library's forward, dense masks and whole logits."""
+    changes = dict(walk=library_walk, token_nll=full_token_nll, build_mask=dense,
+                   by_chunks=lambda function, *rows, chunk=None: function(*rows))  # fmt: skip
+    own = {name: change for name, change in changes.items() if hasattr(script, name)}
+    with mock.patch.multiple(script, **own), mock.patch.object(common, "by_chunks", changes["by_chunks"]):
         yield
 
 
-def useful_operations(script, model, inputs, cfg, loss_of):
-    """Multiply-adds, doubled, of one step: Linear layers and allowed pairs of attention, forward and backward.
-
-    Backward costs as much as forward once for the input and once for the weight, where each wants a gradient.
-    """
-    total, attention = 0, kernels.attention
-
-    def linear(module, args, out):
-        nonlocal total
-        wanted = torch.is_grad_enabled() * (1 * args[0].requires_grad + 1 * module.weight.requires_grad)
-        total += 2 * out.numel() * module.in_features * (1 + wanted)
-
-    def counted(q, k, v, mask=None):
-        nonlocal total
-        B, H, T, D = q.shape
-        allowed = B * T * k.shape[2] if mask is None else int(mask.expand(B, 1, T, k.shape[2]).sum())
-        total += 4 * H * D * allowed * (1 + 2 * (torch.is_grad_enabled() and q.requires_grad))
-        return attention(q, k, v, mask)
-
-    hooks = [m.register_forward_hook(linear) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    plain = {"build_mask": lambda mask_mod, B, T, S, device: dense(mask_mod, B, T, S, device)}
-    with mock.patch.object(kernels, "attention", counted), mock.patch.multiple(script, **plain):
-        loss_of(model, inputs, cfg)
-    for hook in hooks:
-        hook.remove()
-    return total
-
-
-def timed(model, inputs, cfg, loss_of, repeat):
-    """(loss, (median, smallest, largest) ms, peak MiB or None, seconds of the first step) of forward and backward."""
+def timed(script, model, inputs, cfg, repeat):
+    """Figures of forward and backward: loss, (median, smallest, largest) ms, first ms, peak MiB on CUDA or None."""
     cuda = cfg.device.startswith("cuda")
 
     def step():
         with torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cuda):
-            loss, _ = loss_of(model, inputs, cfg)
+            loss = script.training_loss(model, inputs, cfg)[0]
         loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.item()
+        model.zero_grad()
+        return loss
 
-    start = time.perf_counter()
-    torch.manual_seed(0)  # dropout of an adapter
-    loss = step()
-    first = time.perf_counter() - start
-    step()
+    torch.manual_seed(0)  # dropout
+    loss = step().item()
+    first = milliseconds(step, cfg.device, 1)[0]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     times = milliseconds(step, cfg.device, repeat)
-    return loss, times, torch.cuda.max_memory_allocated() / 2**20 if cuda else None, first
+    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
+    return dict(loss=loss, ms=times, first_ms=first, peak_mib=peak)
 
 
 def main(argv=None):
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--shape", choices=SHAPES, default="0.6B" if on_gpu else "tiny")
-    parser.add_argument("--length", type=int, default=2048 if on_gpu else 128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=10 if on_gpu else 3)
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    args = parser.parse_args(argv)
-    device = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else "CPU"
-    rate = next((value for key, value in DENSE_RATE.items() if key in device), None)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{device}, {args.shape}, rows of {args.length}, batch {args.batch}, commit {commit or '-'}\n")
-    print("| script | ours ms (min-max) | library ms (min-max) | ours tokens/s | x library | useful TFLOP/s | share | "
-          "peak MiB, ours / library |\n" + "| --- " * 8 + "|")  # fmt: skip
+    args = parser(__doc__, scripts=(SCRIPTS, SCRIPTS), shape=("tiny", "0.6B"), length=(128, 2048), batch=(1, 1),
+                  repeat=(3, 10)).parse_args(argv)  # fmt: skip
+    head = header(args.device)
+    print(f"{args.shape} shape, rows of {args.length} tokens, batch {args.batch}\n")
+    table("script", "ours ms", "library ms", "x library", "tokens/s", "peak MiB, ours", "library")
+    table(*["---"] * 7)
     rows = []
     for name in args.scripts:
         script = importlib.import_module(name)
-        model, inputs, cfg, loss_of = setup(script, args.shape, args.length, args.batch, args.device)
-        work = useful_operations(script, model, inputs, cfg, loss_of)
-        loss, ours, our_peak, first = timed(model, inputs, cfg, loss_of, args.repeat)
+        changes = random_weights(args.shape, args.device, args.length // 4, args.length - args.length // 4)
+        flags = ["--batch_size", args.batch, "--max_len", args.length, "--dtype", head["dtype"]]
+        flags += ["--anchors", args.length // 8] if name == "orthrus" else []  # the paper's of 2048
+        model, inputs, cfg = prepared_step(script, flags, args.shape, args.device, **changes)
+        ours = timed(script, model, inputs, cfg, args.repeat)
         with on_the_library(script):
-            library_loss, theirs, their_peak, _ = timed(model, inputs, cfg, loss_of, args.repeat)
-        tokens_s = args.batch * args.length / ours[0] * 1e3
-        done = work / ours[0] * 1e3
-        row = {"script": name, "loss": loss, "library_loss": library_loss, "ours_ms": ours[0], "ours_min": ours[1],
-               "ours_max": ours[2], "library_ms": theirs[0], "library_min": theirs[1], "library_max": theirs[2],
-               "tokens_s": tokens_s, "x_library": theirs[0] / ours[0], "useful_flop": work, "useful_flop_s": done,
-               "share": done / rate if rate else None, "peak_mib": our_peak, "library_peak_mib": their_peak,
-               "first_step_s": first}  # fmt: skip
-        rows.append(row)
-        share = "-" if rate is None else f"{row['share']:.2f}"
-        peaks = "-" if our_peak is None else f"{our_peak:,.0f} / {their_peak:,.0f}"
-        print(f"| {name} | {ours[0]:.1f} ({ours[1]:.1f}-{ours[2]:.1f}) | {theirs[0]:.1f} ({theirs[1]:.1f}-{theirs[2]:.1f}) | "
-              f"{tokens_s:,.0f} | {row['x_library']:.2f} | {done * 1e-12:.3f} | {share} | {peaks} |", flush=True)  # fmt: skip
+            library = timed(script, model, inputs, cfg, args.repeat)
+        rows.append(dict(script=name, ours=ours, library=library))
+        table(name, spread(ours["ms"]), spread(library["ms"]), library["ms"][0] / ours["ms"][0],
+              1e3 * args.batch * args.length / ours["ms"][0], ours["peak_mib"] or "-", library["peak_mib"] or "-")  # fmt: skip
         del model, inputs
-    print(json.dumps({"device": device, "shape": args.shape, "length": args.length, "batch": args.batch, "commit": commit,
-                      "torch": torch.__version__, "rows": rows}))  # fmt: skip
+    print(json.dumps(head | dict(shape=args.shape, length=args.length, batch=args.batch, rows=rows)))
 
 
 if __name__ == "__main__":

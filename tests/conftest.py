@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests" / "tiny"
 sys.path.insert(0, str(ROOT))
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", ROOT / "tests" / "golden"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
@@ -55,6 +56,6 @@ def golden(method):
 
 
 def load_backbone(folder):
-    from transformers import AutoModelForCausalLM
+    from common import from_pretrained
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return from_pretrained(folder, torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_distributed.py: train and decode with the named scripts, write the losses rank 0 saw.
+"""Run by test_distributed.py: the named scripts one after the other, in one process group; the losses as JSON.
 
     torchrun --nproc-per-node 2 tests/distributed_worker.py LOSSES.json SCRIPT FLAG ... -- SCRIPT FLAG ...
 """
@@ -14,25 +14,44 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+class Killed(BaseException):
+    """Stands for kill -9: no code of ours handles it."""
+
+
+def killed_after(save):
+    def saved(*args):
+        save(*args)
+        raise Killed
+
+    return saved
+
+
 def main(target, *rest):
     groups, losses = [[]], {}
     for word in rest:
         groups.append([]) if word == "--" else groups[-1].append(word)
-    if "RANK" in os.environ:  # one process group for all scripts: a second one in the same process would hang
+    if "RANK" in os.environ:  # one group for all scripts: a second one in the same process would hang
         dist.init_process_group("gloo")
         close, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+        dist.init_process_group = lambda *args, **settings: None
     Path(target).with_suffix(".begun").touch()  # from here on a failure is the script's
     for name, *flags in groups:
         script = importlib.import_module(name)
         fit = script.fit
 
-        def recorded(model, tokenizer, stage, *args):
-            found = fit(model, tokenizer, stage, *args)
+        def recorded(*args):
+            found = fit(*args)
             losses.setdefault(name, []).extend(found)
             return found
 
         script.fit = recorded
-        if status := script.main(flags):
+        if "STOP_AFTER_SAVE" in os.environ:
+            script.save = killed_after(script.save)
+        try:
+            status = script.main(flags)
+        except Killed:
+            status = 0
+        if status:
             sys.exit(status)
     if int(os.environ.get("RANK", 0)) == 0:
         Path(target).write_text(json.dumps(losses))

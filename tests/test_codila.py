@@ -7,40 +7,33 @@ import json
 import math
 import random
 import re
+import types
 
 import numpy as np
 import pytest
 import torch
 from conftest import golden, load_backbone
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import codila
 import kernels
-from codila import Config, Pair, generate, make_training_inputs, training_loss
-from common import Decoder, dense, full, segments, walk
+from codila import Config, Pair, draw_noise, generate, make_training_inputs, training_loss
+from common import Decoder, causal, dense, full, segments, walk
 
 CASES, TENSORS, FOLDER = golden("codila")
 META = CASES["meta"]
-LINK = dict(vocab_len=META["shared_vocab"], think_id=META["think_id"], end_think_id=META["end_think_id"],
-            turn_end_id=META["im_end_id"])  # fmt: skip
-PLAIN = dict(mask_id=META["mask_id"], eos_id=META["eos_id"], turn_end_id=META["im_end_id"], device="cpu",
-             dtype="float32", compile=False)  # fmt: skip
+MASK, EOS, VS = META["mask_id"], META["eos_id"], META["shared_vocab"]
+TAGS = [META["think_id"], META["end_think_id"]]
+PLAIN = dict(mask_id=MASK, eos_id=[EOS, META["im_end_id"]], vocab_len=VS, device="cpu", dtype="float32")
 GEN = [case for case in CASES["decode"] if case["mode"] == "static"]  # canvases to decode in other ways
+MODES = list(codila.SELECT)
 
 
 @pytest.fixture(scope="module")
 def model():
-    backbone = load_backbone(FOLDER / "model" / "dlm")
-    backbone.config.mask_token_id = META["mask_id"]
-    return Pair(backbone, load_backbone(FOLDER / "model" / "ar"), LINK).train(False)
+    return Pair(load_backbone(FOLDER / "model" / "dlm"), load_backbone(FOLDER / "model" / "ar"), TAGS)
 
 
 def field(case, name):
@@ -51,47 +44,49 @@ def named(group):
     return pytest.mark.parametrize("case", CASES[group], ids=lambda case: case["name"])
 
 
-# ----------------------------------------------------------------------------------------- reference vectors: marginals
+def no_text(model, suppress_ids=()):
+    return codila.no_text(model, Config(**PLAIN), "cpu", suppress_ids)
+
+
+# ------------------------------------------------------------------------------ reference vectors: marginals
 
 
 @torch.no_grad()
-def shifted_logits(model, input_ids):
-    """Logits (S, V) of every position, straight from the definition: full attention, the row before predicts."""
+def marginals(model, input_ids):
+    """Log-marginals (S, Vs), straight from the definition: full attention, the row before a token predicts it."""
     S = input_ids.shape[1]
     hidden = walk(model.backbone, input_ids, torch.arange(S)[None], dense(full(), 1, S, S))
     raw = model.backbone.lm_head(hidden)[0]
-    return torch.cat([raw[:1], raw[:-1]])
-
-
-def marginals(model, input_ids):
-    """Log-marginals (S, Vs) over what both models can say."""
-    return codila.shared_logits(shifted_logits(model, input_ids), model.banned).log_softmax(-1)
+    return torch.cat([raw[:1], raw[:-1]])[:, :VS].float().log_softmax(-1)
 
 
 @torch.no_grad()
 def forced_logits(model, embeds, target, cfg):
     inputs = codila.ar_inputs(model, embeds[None], target[None, :-1], cfg)
     T = inputs.shape[1]
-    hidden = walk(model.aux_model, inputs, torch.arange(T)[None], dense(codila.causal(), 1, T, T))
-    return inputs[0], codila.shared_logits(model.aux_model.lm_head(hidden[0, -len(target) :]), model.banned)
+    hidden = walk(model.aux_model, inputs, torch.arange(T)[None], dense(causal(), 1, T, T))
+    return inputs[0], codila.shared_logits(model.aux_model.lm_head(hidden[0, -len(target) :]), no_text(model))
 
 
+@torch.no_grad()
 def soft_embed(model, probs, cfg):
     """Of marginals (n, Vs) at masked positions."""
-    return codila.soft_embed(model, probs, torch.full(probs.shape[:1], META["mask_id"]), cfg)
+    return codila.soft_embed(model, probs, torch.full(probs.shape[:1], MASK), cfg)
 
 
 @named("soft")
 def test_soft_conditioning(model, case):
-    cfg, close = Config(**PLAIN), dict(atol=2e-4, rtol=0)
+    cfg = Config(**PLAIN)
+    close = dict(atol=2e-4, rtol=0)
     B, start, target = case["B"], case["block_start"], field(case, "target")
     input_ids, block = field(case, "input_ids"), slice(start, start + B)
     logp = marginals(model, input_ids)
     torch.testing.assert_close(logp, field(case, "dlm_logprobs"), **close)
-    torch.testing.assert_close(torch.special.entr(logp.exp()).sum(-1), field(case, "entropy"), **close)
-    embeds = soft_embed(model, logp[block].exp(), cfg).detach()
+    _, conf = codila.propose(logp, cfg, None)
+    torch.testing.assert_close(-conf, field(case, "entropy").double(), **close)
+    embeds = soft_embed(model, logp[block].exp(), cfg)
     torch.testing.assert_close(embeds, field(case, "soft_embeds"), atol=1e-5, rtol=0)
-    top2 = soft_embed(model, logp[block].exp(), dataclasses.replace(cfg, topk=2)).detach()
+    top2 = soft_embed(model, logp[block].exp(), dataclasses.replace(cfg, topk=2))
     torch.testing.assert_close(top2, field(case, "soft_embeds_top2"), atol=1e-5, rtol=0)
     inputs, logits = forced_logits(model, embeds, target, cfg)
     assert list(range(2 * B + 1)) == case["position_ids"]
@@ -102,15 +97,11 @@ def test_soft_conditioning(model, case):
     pick = torch.arange(B), target
     assert logits.log_softmax(-1)[pick].sum().item() == pytest.approx(case["joint_logprob"], abs=2e-4)
     assert logp[block][pick].sum().item() == pytest.approx(case["independent_logprob"], abs=2e-4)
-    # the first token known, by the way of decoding
+    # the first token known
     known = input_ids[0].clone()
     known[start] = target[0]
-    cfg = dataclasses.replace(cfg, block_size=B, window=1)
-    assert codila.candidates(known, start, cfg, ())[1].tolist() == [[False] + [True] * (B - 1)]
-    dlm = Decoder(model.backbone, len(known))
     with torch.no_grad():
-        probs = codila.propose(model, dlm, known, start, start + B, cfg, model.banned, None)[1]
-        embeds = codila.soft_embed(model, probs, known[block], cfg)
+        embeds = codila.soft_embed(model, marginals(model, known[None])[block].exp(), known[block], cfg)
     inputs, logits = forced_logits(model, embeds, target, cfg)
     torch.testing.assert_close(inputs, field(case, "ar_inputs_first_known"), atol=1e-5, rtol=0)
     torch.testing.assert_close(logits, field(case, "ar_logits_first_known"), **close)
@@ -131,56 +122,59 @@ def test_packed_blocks(model, case):
     mask = dense(segments(segment_ids), 1, n * T, n * T)
     with torch.no_grad():
         packed = walk(model.aux_model, x.view(1, n * T, -1), positions[None], mask)
-        single = walk(model.aux_model, x, torch.arange(T).expand(n, T), dense(codila.causal(), 1, T, T))
+        single = walk(model.aux_model, x, torch.arange(T).expand(n, T), dense(causal(), 1, T, T))
     torch.testing.assert_close(packed.view(single.shape), single, atol=1e-5, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------ reference vectors: training
+# ------------------------------------------------------------------------------- reference vectors: training
 
 
 def batch_of(input_ids, prompt_lens):
     return [{"prompt_ids": ids[:P], "answer_ids": ids[P:]} for ids, P in zip(input_ids.tolist(), prompt_lens)]
 
 
-def draws_of(B, length, block_masked, t=None, weighting="uniform"):
-    rows, same = zip(block_masked, t or [1.0] * len(block_masked)), dict(block_size=B, length=length)
-    return [dict(same, weight=codila.row_weight(weighting, t, row), block_masked=row, known=[[False] * B] * len(row))
+def draws_of(B, length, block_masked, t=None):
+    rows = zip(block_masked, t or [1.0] * len(block_masked))
+    return [dict(block_size=B, length=length, p_mask=t, block_masked=row, known=[[False] * B] * len(row))
             for row, t in rows]  # fmt: skip
 
 
-def train_inputs(case, weighting="inverse_t", **changes):
-    cfg = Config(**PLAIN, topk=case["topk"] or 0, envelope=case["envelope"])
+def train_inputs(case, weighting="inverse_t"):
+    cfg = Config(**PLAIN, topk=case["topk"] or 0, envelope=case["envelope"], weighting=weighting)
     input_ids, mask = field(case, "input_ids"), field(case, "block_mask")
     block_masked = [mask[r, :n].tolist() for r, n in enumerate(case["n_blocks"])]
     assert not any(mask[r, n:].any() for r, n in enumerate(case["n_blocks"]))
-    draws = draws_of(case["B"], input_ids.shape[1], block_masked, case["t"], weighting)
+    draws = draws_of(case["B"], input_ids.shape[1], block_masked, case["t"])
     return make_training_inputs(batch_of(input_ids, case["prompt_len"]), draws, cfg), cfg
+
+
+def places(inputs):
+    """Row and column (m, B) of the tokens of all masked blocks."""
+    return (inputs["labels"] != -100).nonzero().view(-1, inputs["block_size"][0], 2).unbind(-1)
 
 
 @named("train")
 def test_training_loss_and_gradients(model, case):
     inputs, cfg = train_inputs(case)
+    row_idx, pos = places(inputs)
     assert torch.equal(inputs["input_ids"], field(case, "noisy_ids"))
     assert torch.equal(inputs["input_ids"] != field(case, "input_ids"), field(case, "token_mask"))
-    used = (inputs["weights"] > 0).any(-1)
-    assert torch.equal(inputs["block_ids"][used], field(case, "block_ids"))
-    assert torch.equal(used.nonzero()[:, 0], field(case, "block_row"))
+    assert torch.equal(inputs["labels"][row_idx, pos], field(case, "block_ids"))
+    assert torch.equal(row_idx[:, 0], field(case, "block_row"))
     pi = torch.stack([marginals(model, ids[None]) for ids in inputs["input_ids"]]).exp()
-    pi = pi[used.nonzero()[:, :1], inputs["block_pos"][used]]
-    torch.testing.assert_close(pi, field(case, "pi"), atol=2e-4, rtol=0)
+    torch.testing.assert_close(pi[row_idx, pos], field(case, "pi"), atol=2e-4, rtol=0)
     nll, nll_alone, _ = codila.block_nll(model, inputs, cfg)
     torch.testing.assert_close(nll.sum(-1), field(case, "block_ce"), atol=2e-4, rtol=0)
     torch.testing.assert_close(nll_alone.sum(-1), field(case, "block_ce_independent"), atol=2e-4, rtol=0)
     expected = case["expected"]
     for weighting in expected["loss"]:
         inputs, cfg = train_inputs(case, weighting)
-        weights = inputs["weights"].amax((1, 2)) * case["maskable_tokens"]
-        for row, weight in zip(range(len(weights)), case["weights"][weighting]):
-            if used[row].any():
-                assert weights[row].item() == pytest.approx(weight, rel=1e-6)
+        weights = inputs["weights"].amax(1) * case["maskable_tokens"]
+        for row, weight in enumerate(case["weights"][weighting]):
+            assert weights[row].item() == pytest.approx(weight if row in row_idx else 0, rel=1e-6)
         loss, logs = training_loss(model, inputs, cfg)
         assert loss.item() == pytest.approx(expected["loss"][weighting], rel=1e-5)
-        assert logs["marginals"] == pytest.approx(expected["loss_independent"][weighting], rel=1e-5)
+        assert logs["marginals"].item() == pytest.approx(expected["loss_independent"][weighting], rel=1e-5)
         if weighting == "inverse_t":
             model.zero_grad()
             loss.backward()
@@ -197,7 +191,8 @@ def test_training_loss_and_gradients(model, case):
 def exact_bound(model, case):
     """{block mask: (sum of block CE by the AR model, by the marginals)}, and the bound from it, in nats."""
     ids, B, N = field(case, "input_ids"), case["B"], case["n_blocks"]
-    cfg, table, bound = Config(**PLAIN), {}, np.zeros(2)
+    cfg = Config(**PLAIN)
+    table, bound = {}, np.zeros(2)
     batch = batch_of(ids, [case["prompt_len"]])
     for masked in itertools.product([False, True], repeat=N):
         if any(masked):
@@ -226,12 +221,13 @@ def test_exact_bound_of_the_models(model, case):
 @named("nelbo_exact")
 def test_the_expected_loss_is_the_bound(monkeypatch, case, weighting):
     """Draws and weights only: the cross-entropies come from the table of the vectors."""
-    cfg = Config(**PLAIN, weighting=weighting, block_sizes=str(case["B"]))
     ids, B, N, P = field(case, "input_ids"), case["B"], case["n_blocks"], case["prompt_len"]
-    monkeypatch.setattr(codila, "draw_length", lambda *args: ids.shape[1])
-    batch, generator, total, n = batch_of(ids, [P]), torch.Generator().manual_seed(1), 0.0, 2000
+    cfg = Config(**PLAIN, weighting=weighting, block_sizes=str(B))
+    monkeypatch.setattr(codila, "padded_len", lambda *_: ids.shape[1])
+    batch, generator = batch_of(ids, [P]), torch.Generator().manual_seed(1)
+    total, n = 0.0, 2000
     for _ in range(n):
-        draws = codila.draw_noise(batch, cfg, generator)
+        draws = draw_noise(batch, cfg, generator)
         weights = make_training_inputs(batch, draws, cfg)["weights"]
         if any(draws[0]["block_masked"]):
             key = "".join("01"[m] for m in draws[0]["block_masked"])
@@ -239,24 +235,20 @@ def test_the_expected_loss_is_the_bound(monkeypatch, case, weighting):
     assert total / n == pytest.approx(case["nelbo_nats"], rel=0.05)
 
 
-# ------------------------------------------------------------------------------------------ reference vectors: decoding
-
-
-def decode_config(case, **changes):
-    s = case["settings"]
-    return Config(
-        **PLAIN, mode=case["mode"], block_size=s["B"], window=s["window"] or 0, topk=s.get("topk") or 0,
-        envelope=s.get("envelope", True), **{
-            {"K": "tokens_per_step"}.get(name, name): s[name]
-            for name in ("tau", "K", "lam", "conf", "blocks_per_step") if s.get(name) is not None},
-    )  # fmt: skip
+# ------------------------------------------------------------------------------- reference vectors: decoding
 
 
 def decode(model, case, **changes):
-    stops = {name: changes.pop(name, case[name]) for name in ("stop_ids", "suppress_ids")}
-    canvas, cfg = changes.pop("canvas", case["canvas"]), dataclasses.replace(decode_config(case), **changes)
-    ids = torch.tensor([canvas])
-    seq_ids, record = generate(model, ids[:, : case["origin"]], cfg, canvas_ids=ids[:, case["origin"] :], **stops)
+    """(ids, record) of a case's canvas; changes: of the settings, or stop_ids, suppress_ids, canvas."""
+    case = case | {name: changes.pop(name) for name in ("stop_ids", "suppress_ids", "canvas") if name in changes}
+    s = case["settings"]
+    names = {"B": "block_size", "K": "tokens_per_step"}
+    given = {names.get(name, name): value for name, value in s.items() if value is not None}
+    given |= dict(mode=case["mode"], window=s["window"] or 0, eos_id=case["stop_ids"] or None)
+    ids = torch.tensor([case["canvas"]])
+    P = case["origin"]
+    cfg = Config(**PLAIN | given | changes)
+    seq_ids, record = generate(model, ids[:, :P], cfg, None, None, ids[:, P:], case["suppress_ids"])
     return seq_ids[0].tolist(), record
 
 
@@ -264,12 +256,12 @@ def decode(model, case, **changes):
 def test_decoding(model, case):
     ids, record = decode(model, case)
     expected = case["expected"]
-    assert case["fill_id"] == META["eos_id"]
+    assert case["fill_id"] == EOS
     assert ids == expected["ids"]
     assert (record["forwards"], record["aux_forwards"]) == (expected["steps"], expected["ar_forwards"])
     assert record["trace"] == expected["trace"]
     # every mask was fixed in some round, nothing else was touched
-    masked = [token == META["mask_id"] for token in case["canvas"][case["origin"] :]]
+    masked = [token == MASK for token in case["canvas"][case["origin"] :]]
     assert [turn >= 0 for turn in record["fixed_round"]] == masked
     assert set(record["fixed_round"]) - {-1} <= set(range(record["rounds"]))
     for before, after, is_masked in zip(case["canvas"][case["origin"] :], ids[case["origin"] :], masked):
@@ -335,25 +327,26 @@ def token_noise_bounds(q0, V, L, B, alpha):
     return bounds, total_correlation
 
 
-def block_noise_bounds(q0, V, L, B, alpha):
+def conditional(q0, keep, seen=()):
+    """H(x_keep | x_seen) of q0, one axis a token."""
+
+    def h(axes):
+        return entropy(q0.sum(axis=tuple(j for j in range(q0.ndim) if j not in axes)))
+
+    return h([*keep, *seen]) - h(seen)
+
+
+def block_noise_bounds(q0, L, B, alpha):
     """The cross-entropy form under block noise: of the block model, and of the token-independent one."""
-    N, q0, joint, alone = L // B, np.asarray(q0).reshape([V] * L), 0.0, 0.0
+    joint = alone = 0.0
     for before, now in zip(alpha, alpha[1:]):
-        r = (before - now) / (1 - now)
-        for masked in itertools.product([True, False], repeat=N):
-            weight = r * math.prod(1 - now if m else now for m in masked)
-            if weight > 0:
-                seen = [j for j in range(L) if not masked[j // B]]
-
-                def conditional(axes):  # H(x_axes | x_seen)
-                    def h(keep):
-                        return entropy(q0.sum(axis=tuple(j for j in range(L) if j not in keep)))
-
-                    return h([*axes, *seen]) - h(seen)
-
-                for i in (i for i in range(N) if masked[i]):
-                    joint += weight * conditional(range(i * B, i * B + B))
-                    alone += weight * sum(conditional([j]) for j in range(i * B, i * B + B))
+        for masked in itertools.product([True, False], repeat=L // B):
+            weight = (before - now) / (1 - now) * math.prod(1 - now if m else now for m in masked)
+            seen = [j for j in range(L) if not masked[j // B]]
+            for i in (i for i in range(L // B) if masked[i] and weight > 0):
+                block = range(i * B, i * B + B)
+                joint += weight * conditional(q0, block, seen)
+                alone += weight * sum(conditional(q0, [j], seen) for j in block)
     return joint, alone
 
 
@@ -362,38 +355,26 @@ def test_theorem_3_2(case):
     """NELBO_1 - NELBO_B = sum_t E sum_i TC(b^i_{t-1} | x_t) >= 0, and the cross-entropy form under block noise."""
     q0, V, L, B, alpha = field(case, "q0").numpy(), case["V"], case["L"], case["B"], case["alpha"]
     assert alpha[0] == 1 and alpha[-1] == 0 and len(alpha) == case["T"] + 1
-    want, near = case["token_noise"], dict(abs=1e-9)
-    bounds, total_correlation = token_noise_bounds(q0, V, L, B, alpha)
-    assert bounds[1] == pytest.approx(want["nelbo_token"], **near)
-    assert bounds[B] == pytest.approx(want["nelbo_block"], **near)
-    assert bounds[1] - bounds[B] == pytest.approx(want["gap"], **near)
-    assert total_correlation == pytest.approx(want["sum_total_correlation_x_prev"], **near)
-    assert bounds[1] - bounds[B] == pytest.approx(total_correlation, abs=1e-12) and total_correlation >= 0
-    assert entropy(q0) == pytest.approx(case["entropy_x0"], **near)
+    bounds, tc = token_noise_bounds(q0, V, L, B, alpha)
+    got = dict(nelbo_token=bounds[1], nelbo_block=bounds[B], gap=bounds[1] - bounds[B], sum_total_correlation_x_prev=tc)
+    assert got == pytest.approx({key: case["token_noise"][key] for key in got}, abs=1e-9)
+    assert bounds[1] - bounds[B] == pytest.approx(tc, abs=1e-12) and tc >= 0
+    assert entropy(q0) == pytest.approx(case["entropy_x0"], abs=1e-9)
     assert bounds[1] >= bounds[B] - 1e-12 and bounds[B] >= entropy(q0) - 1e-12
-    grid = q0.reshape([V**B] * (L // B))
-    axes = range(L // B)
-    tc0 = sum(
-        sum(
-            entropy(q0.reshape([V] * L).sum(axis=tuple(j for j in range(L) if j != k))) for k in range(i * B, i * B + B)
-        )
-        - entropy(grid.sum(axis=tuple(j for j in axes if j != i)))
-        for i in axes
-    )
-    assert tc0 == pytest.approx(case["sum_block_total_correlation_x0"], **near)
+    axes = q0.reshape([V] * L)
+    blocks = [range(start, start + B) for start in range(0, L, B)]
+    tc0 = sum(conditional(axes, [j]) for j in range(L)) - sum(conditional(axes, block) for block in blocks)
+    assert tc0 == pytest.approx(case["sum_block_total_correlation_x0"], abs=1e-9)
     if case["T"] == 1:
-        assert bounds[1] - bounds[B] == pytest.approx(tc0, **near)
+        assert bounds[1] - bounds[B] == pytest.approx(tc0, abs=1e-9)
     if B == L:
-        assert bounds[B] == pytest.approx(entropy(q0), **near)
-    want = case["block_noise"]
-    joint, alone = block_noise_bounds(q0, V, L, B, alpha)
-    assert joint == pytest.approx(want["nelbo_block"], **near)
-    assert alone == pytest.approx(want["ce_token_independent"], **near)
-    assert alone - joint == pytest.approx(want["gap"], **near)
-    assert alone - joint == pytest.approx(want["weighted_total_correlation_x0"], **near)
+        assert bounds[B] == pytest.approx(entropy(q0), abs=1e-9)
+    joint, alone = block_noise_bounds(axes, L, B, alpha)
+    got = dict(nelbo_block=joint, ce_token_independent=alone, gap=alone - joint,
+               weighted_total_correlation_x0=alone - joint)  # fmt: skip
+    assert got == pytest.approx({key: case["block_noise"][key] for key in got}, abs=1e-9)
     # a block is one absorbing symbol over V^B: the KL definition gives the same bound
-    by_kl, _ = token_noise_bounds(q0, V**B, L // B, 1, alpha)
-    assert by_kl[1] == pytest.approx(joint, **near)
+    assert token_noise_bounds(q0, V**B, L // B, 1, alpha)[0][1] == pytest.approx(joint, abs=1e-9)
 
 
 def test_incoherence_is_the_price_of_few_steps():
@@ -445,63 +426,55 @@ def test_theorem_3_3(case):
     np.testing.assert_allclose(first * then, q, atol=1e-15)
 
 
-# ---------------------------------------------------------------------------------------------------- soft conditioning
+# ----------------------------------------------------------------------------------------- soft conditioning
 
 
 def test_one_hot_marginals_are_plain_embeddings(model):
-    ids = torch.arange(META["shared_vocab"])
-    probs = torch.nn.functional.one_hot(ids).float()
-    with torch.no_grad():
-        for topk in (0, 1, META["shared_vocab"]):
-            embeds = soft_embed(model, probs, Config(**PLAIN, topk=topk))
-            assert torch.equal(embeds, model.aux_model.model.embed_tokens(ids))
-
-
-def test_topk_keeps_the_likeliest_and_renormalises(model):
-    probs, V = torch.zeros(2, META["shared_vocab"]), META["shared_vocab"]
-    probs[:, :3] = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
-    weight = model.aux_model.model.embed_tokens.weight
-    with torch.no_grad():
-        for k, want in ((1, [[1, 0, 0], [0, 0, 1]]), (2, [[0.625, 0.375, 0], [0, 2 / 9, 7 / 9]]), (V, probs[:, :3])):
-            got = soft_embed(model, probs, Config(**PLAIN, topk=k))
-            torch.testing.assert_close(got, torch.as_tensor(want).float() @ weight[:3], atol=1e-6, rtol=0)
+    ids = torch.arange(VS)
+    for topk in (0, 1, VS):
+        embeds = soft_embed(model, nn.functional.one_hot(ids).float(), Config(**PLAIN, topk=topk))
+        assert torch.equal(embeds, model.aux_model.model.embed_tokens(ids))
 
 
 def random_block(known, seed=0):
     """Arbitrary marginals of a block and its tokens on the canvas; True in known: the token is there."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(META["shared_vocab"], (len(known),), generator=generator)
-    probs = (3 * torch.randn(len(known), META["shared_vocab"], generator=generator)).softmax(-1)
-    return probs, ids.masked_fill(~torch.tensor(known), META["mask_id"])
+    ids = torch.randint(VS, (len(known),), generator=generator)
+    probs = (3 * torch.randn(len(known), VS, generator=generator)).softmax(-1)
+    return probs, ids.masked_fill(~torch.tensor(known), MASK)
 
 
 @pytest.mark.parametrize("known", [[False] * 4, [True, False, False, True, False], [False], [False, True] * 4])
 @torch.no_grad()
 def test_cached_writing_equals_recomputing(model, known):
-    cfg, (probs, token_ids), b = Config(**PLAIN), random_block(known), len(known)
-    aux, again = Decoder(model.aux_model, 2 * b + 1), token_ids.clone()
-    written = codila.write_block(model, aux, probs, token_ids, b - 1, cfg, model.banned, None)
+    cfg, b = Config(**PLAIN), len(known)
+    probs, token_ids = random_block(known)
+    aux, again, banned = Decoder(model.aux_model, 2 * b + 1), token_ids.clone(), no_text(model)
+    written = codila.write_block(model, aux, probs, token_ids, b - 1, cfg, banned, None)
     assert aux.forwards == b and torch.equal(token_ids, again)
     embeds = torch.where(torch.tensor(known)[:, None], model.aux_model.model.embed_tokens(written),
                          soft_embed(model, probs, cfg))  # fmt: skip
     for j in range(b):
-        _, logits = forced_logits(model, embeds, again.masked_fill(again == META["mask_id"], 0), cfg)
+        _, logits = forced_logits(model, embeds, again.masked_fill(again == MASK, 0), cfg)
         again[j] = again[j] if known[j] else logits[j].argmax()
     assert torch.equal(written, again)
     padded = Decoder(model.aux_model, 2 * b + 1)
     padded.replay.pad = True  # as a captured graph would, on the CPU
-    assert torch.equal(codila.write_block(model, padded, probs, token_ids, b - 1, cfg, model.banned, None), written)
+    assert torch.equal(codila.write_block(model, padded, probs, token_ids, b - 1, cfg, banned, None), written)
 
 
-@pytest.mark.parametrize("suppress_ids", [(), tuple(range(0, META["shared_vocab"], 2))])
+@pytest.mark.parametrize("suppress_ids", [(), tuple(range(0, VS, 2))])
 @torch.no_grad()
 def test_a_block_knows_nothing_of_its_neighbours(model, suppress_ids):
     """The AR model reads a block's marginals only, alone or packed with others; it agrees with its own writing."""
-    cfg, draft_seed, banned = Config(**PLAIN, block_size=4), torch.Generator().manual_seed(5), model.banned.clone()
-    banned[list(suppress_ids)] = True
+    cfg, banned = Config(**PLAIN, block_size=4), no_text(model, suppress_ids)
     # the last of them is cut short, as at the end of a canvas: it can only stand last
     blocks = [random_block([False] * (4 if seed < 4 else 3), seed) for seed in range(5)]
-    drafts = torch.randint(META["shared_vocab"], (5, 4), generator=draft_seed)
+    drafts = torch.randint(VS, (5, 4), generator=torch.Generator().manual_seed(5))
+
+    def own_choice(n):
+        last = len(blocks[n][1]) - 1
+        return codila.write_block(model, Decoder(model.aux_model, 9), *blocks[n], last, cfg, banned, None)
 
     def verdict(order):
         """Where the AR model disagrees, per block, when the blocks stand in this order."""
@@ -512,24 +485,19 @@ def test_a_block_knows_nothing_of_its_neighbours(model, suppress_ids):
         assert aux.forwards == 1
         return dict(zip(order, (part.tolist() for part in no.split(4))))
 
-    def own_choice(n):
-        last = len(blocks[n][1]) - 1
-        return codila.write_block(model, Decoder(model.aux_model, 9), *blocks[n], last, cfg, banned, None)
-
     alone = {n: verdict([n])[n] for n in range(5)}
     assert not any(map(any, (alone[1], alone[3]))) and any(map(any, (alone[0], alone[2], alone[4])))
     for order in ([0, 1, 2, 3, 4], [2, 0, 4], [3, 0, 1]):
         assert verdict(order) == {n: alone[n] for n in order}
 
 
-# ------------------------------------------------------------------------------------------------------------- decoding
+# -------------------------------------------------------------------------------------------------- decoding
 
 
-def free(case, **changes):
-    """A canvas of a reference case without stop ids, cut to `length` masks behind its prompt."""
-    length = changes.pop("length", None)
-    canvas = case["canvas"][: case["origin"]] + [META["mask_id"]] * (length or len(case["canvas"]) - case["origin"])
-    return dict(canvas=canvas, stop_ids=[], **changes)
+def free(case, length=None, **changes):
+    """A canvas of a reference case without stop ids, cut to `length` masks after its prompt."""
+    P = case["origin"]
+    return dict(canvas=case["canvas"][:P] + [MASK] * (length or len(case["canvas"]) - P), stop_ids=[], **changes)
 
 
 @pytest.mark.parametrize("case", GEN, ids=lambda case: case["name"])
@@ -541,86 +509,107 @@ def test_limits_of_the_schedules(model, case):
     # everything passes: whole blocks, the most certain first
     B = case["settings"]["B"]
     if B > 1:
-        length = 4 * B
-        every = decode(model, case, **free(case, mode="dynamic", tau=1e9, length=length))
-        whole = decode(model, case, **free(case, mode="static", blocks_per_step=1, length=length))
+        every = decode(model, case, **free(case, 4 * B, mode="dynamic", tau=1e9))
+        whole = decode(model, case, **free(case, 4 * B, mode="static", blocks_per_step=1))
         assert every[0] == whole[0] and every[1]["trace"] == whole[1]["trace"]
         assert every[1]["forwards"] == 4
-    # a veto that costs nothing
     for conf in ("entropy", "maxprob"):
+        # a veto that costs nothing
         vetoed, record = decode(model, case, mode="verify", lam=0.0, conf=conf, tokens_per_step=2)
         plain, other = decode(model, case, mode="tokens", conf=conf, tokens_per_step=2)
         assert vetoed == plain and record["forwards"] == other["forwards"] == record["aux_forwards"]
         # by default a draft that both models want goes before any other
-        one, other, last = (decode(model, case, mode="verify", conf=conf, lam=lam) for lam in (-1.0, 1e6, math.inf))
-        assert one == other and META["mask_id"] not in last[0]
+        one, other = (decode(model, case, mode="verify", conf=conf, **lam) for lam in ({}, {"lam": 1e6}))
+        assert one == other
+        assert all(index < len(one[0]) - case["origin"] for _, index, _ in one[1]["rejected"])
 
 
 @pytest.mark.parametrize("case", GEN, ids=lambda case: case["name"])
 def test_two_blocks_of_4_cost_what_one_of_8_costs(model, case):
-    two = decode(model, case, **free(case, block_size=4, blocks_per_step=2, window=0, length=24))[1]
-    one = decode(model, case, **free(case, block_size=8, blocks_per_step=1, window=0, length=24))[1]
+    two = decode(model, case, **free(case, 24, block_size=4, blocks_per_step=2, window=0))[1]
+    one = decode(model, case, **free(case, 24, block_size=8, blocks_per_step=1, window=0))[1]
     assert two["forwards"] == one["forwards"] == 3
 
 
-@pytest.mark.parametrize("mode", codila.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_infilling_with_an_empty_suffix_is_generation(model, mode):
-    case, suppress = GEN[0], [META["eos_id"], META["im_end_id"]]
+    case, suppress = GEN[0], [EOS, META["im_end_id"]]
     ids = torch.tensor([case["canvas"]])
-    prompt_ids, length = ids[:, : case["origin"]], ids.shape[1] - case["origin"]
-    cfg = Config(**PLAIN, mode=mode, tau=0.8, max_new_tokens=length)
-    hole = torch.full((1, length), META["mask_id"])
-    a, _ = generate(model, prompt_ids, cfg, canvas_ids=hole, stop_ids=(), suppress_ids=suppress)
-    b, _ = generate(model, prompt_ids, cfg, stop_ids=(), suppress_ids=suppress)
-    assert torch.equal(a, b) and not set(suppress) & set(a[0, case["origin"] :].tolist())
+    P, S = case["origin"], ids.shape[1]
+    cfg = Config(**PLAIN | dict(eos_id=None, mode=mode, tau=0.8, max_new_tokens=S - P))
+    a, _ = generate(model, ids[:, :P], cfg, None, None, torch.full((1, S - P), MASK), suppress)
+    b, _ = generate(model, ids[:, :P], cfg, suppress_ids=suppress)
+    assert torch.equal(a, b) and not set(suppress) & set(a[0, P:].tolist())
 
 
-@pytest.mark.parametrize("mode", codila.MODES)
+SETTINGS = {"max_new_tokens", "mode", "block_size", "blocks_per_step", "tokens_per_step", "tau", "window", "conf", "lam",
+            "envelope", "topk", "temperature", "mask_id", "eos_id", "vocab_len"}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_reads_settings_of_decoding_alone_and_writes_the_whole_budget(model, mode):
+    named = re.search(r"Of cfg: ([\w,\s]+)\.", generate.__doc__)[1]
+    assert set(re.findall(r"\w+", named)) == SETTINGS
+    whole = Config(**PLAIN | dict(eos_id=None, mode=mode, max_new_tokens=13, tau=1.0))
+    cfg = types.SimpleNamespace(**{name: getattr(whole, name) for name in SETTINGS})
+    prompt_ids = torch.tensor([GEN[0]["canvas"][: GEN[0]["origin"]]])
+    P = prompt_ids.shape[1]
+    ids, record = generate(model, prompt_ids, cfg)  # no EOS ends it: the text has two
+    assert ids.shape[1] == P + 13 and len(record["fixed_round"]) == 13 and MASK not in ids[0]
+    new = ids[0, P:].tolist()
+    for eos_id in (new[5], [EOS, new[5]], [new[5], new[8]]):
+        cfg.eos_id = eos_id
+        found = generate(model, prompt_ids, cfg)[0][0, P:].tolist()
+        ends = [i for i, token in enumerate(found) if token in ([eos_id] if type(eos_id) is int else eos_id)]
+        padding = eos_id if type(eos_id) is int else eos_id[0]
+        assert len(found) == 13 and ends and set(found[ends[0] + 1 :]) <= {padding}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_every_round_writes_masks_and_nothing_else(model, monkeypatch, mode, temperature):
     """Masks get strictly fewer, all else stays, every forward is counted; every id is one of both models."""
     rng, seen, calls = random.Random(3), [], [0]
-    propose, forward = codila.propose, codila.Decoder._forward
+    candidates, forward = codila.candidates, Decoder.forward
 
-    def spy(model, dlm, ids, *args):
+    def spy(ids, *args):
         seen.append(ids.tolist())
-        return propose(model, dlm, ids, *args)
+        return candidates(ids, *args)
 
     def count(self, *args):
         calls[0] += self.backbone is model.backbone
         return forward(self, *args)
 
-    monkeypatch.setattr(codila, "propose", spy)
-    monkeypatch.setattr(codila.Decoder, "_forward", count)
+    monkeypatch.setattr(codila, "candidates", spy)
+    monkeypatch.setattr(Decoder, "forward", count)
     for number in range(6):
         B, P, R = rng.randint(1, 6), rng.randint(0, 5), rng.randint(1, 21)
-        prompt_ids = torch.tensor([[rng.randrange(META["shared_vocab"]) for _ in range(P)]], dtype=torch.int64)
-        canvas = [rng.choice([META["mask_id"]] * 3 + [rng.randrange(META["eos_id"])]) for _ in range(R)]
-        stops = (META["eos_id"], 7, 8) if number % 2 else ()
-        cfg = Config(**PLAIN, mode=mode, block_size=B, window=rng.choice([0, 1, 3]), tau=1.0, temperature=temperature,
-                     blocks_per_step=rng.choice([1, 2]), top_p=rng.choice([1.0, 0.9]))  # fmt: skip
+        prompt_ids = torch.tensor([[rng.randrange(VS) for _ in range(P)]], dtype=torch.int64)
+        canvas = [rng.choice([MASK] * 3 + [rng.randrange(EOS)]) for _ in range(R)]
+        stops = [EOS, 7, 8] if number % 2 else None
+        cfg = Config(**PLAIN | dict(eos_id=stops, mode=mode, block_size=B, window=rng.choice([0, 1, 3]), tau=1.0,
+                                    temperature=temperature, blocks_per_step=rng.choice([1, 2])))  # fmt: skip
         seen.clear()
         calls[0] = 0
         generator = torch.Generator().manual_seed(number)
-        ids, record = generate(model, prompt_ids, cfg, None, generator, torch.tensor([canvas]), stops)
+        ids, record = generate(model, prompt_ids, cfg, None, generator, torch.tensor([canvas]))
         ids = ids[0].tolist()
-        rounds = [*seen, ids]
-        assert record["forwards"] == calls[0] == record["rounds"] == len(seen) <= canvas.count(META["mask_id"])
-        for before, after in zip(rounds, rounds[1:-1]):
-            assert all(a == b or a == META["mask_id"] for a, b in zip(before, after))
-            assert after.count(META["mask_id"]) < before.count(META["mask_id"])
-        assert ids[:P] == prompt_ids[0].tolist() and len(ids) == P + R and META["mask_id"] not in ids
-        assert all(i < META["shared_vocab"] for i in ids)
-        end = next((j for j, i in enumerate(ids) if j >= P and i in stops), len(ids))
-        assert set(ids[end + 1 :]) <= {META["eos_id"]}
+        assert record["forwards"] == calls[0] == record["rounds"] == len(seen) - 1 <= canvas.count(MASK)
+        for before, after in zip(seen, seen[1:]):
+            assert all(a == b or a == MASK for a, b in zip(before, after))
+            assert after.count(MASK) < before.count(MASK)
+        assert ids[:P] == prompt_ids[0].tolist() and len(ids) == P + R and MASK not in ids
+        assert all(i < VS for i in ids)
+        end = next((j for j, i in enumerate(ids) if j >= P and i in (stops or ())), len(ids))
+        assert set(ids[end + 1 :]) <= {EOS}
         for j, token in enumerate(canvas[: max(end - P, 0)]):
-            assert token in (META["mask_id"], ids[P + j])
+            assert token in (MASK, ids[P + j])
 
 
 def test_one_prompt_after_another_on_one_decoder(model):
     cfg = Config(**PLAIN, max_new_tokens=12, mode="dynamic", tau=1.0)
     prompts = [torch.tensor([case["canvas"][: case["origin"]]]) for case in GEN[:3]]
-    decoder = codila.new_decoder(model, max(p.shape[1] for p in prompts), cfg)
+    decoder = Decoder(model.backbone, 40), Decoder(model.aux_model, 99)
     for prompt_ids in prompts + prompts[:1]:
         ids, record = generate(model, prompt_ids, cfg, decoder)
         alone, other = generate(model, prompt_ids, cfg)
@@ -629,49 +618,39 @@ def test_one_prompt_after_another_on_one_decoder(model):
         generate(model, prompts[0].expand(2, -1), cfg)
 
 
-def test_rows_of_a_training_batch_do_not_affect_each_other(model):
-    case = next(case for case in CASES["train"] if len(case["prompt_len"]) > 1)
-    inputs, cfg = train_inputs(case)
-    with torch.no_grad():
-        both = codila.block_nll(model, inputs, cfg)
-        single = [codila.block_nll(model, {k: v[r : r + 1] for k, v in inputs.items()}, cfg) for r in range(2)]
-    for together, apart in zip(both, zip(*single)):
-        torch.testing.assert_close(together, torch.cat(apart), atol=1e-5, rtol=1e-5)
-
-
 class Shifted:
     """A diffusion LM that is sure of token 10 + p at position p, as Dream says it: in the row before."""
 
-    def __init__(self, model, sure=30.0):
-        self.backbone, self.sure, self.forwards = model.backbone, sure, 0
+    def __init__(self):
+        self.forwards = 0
         self.kv_cache = kernels.KVCache(1, 1, 1, 512, 8, "cpu", torch.float32)
 
     def reset(self):
         return self
 
     def __call__(self, input_ids, position_ids, attn_mask, write_idx):
-        assert attn_mask.all() and torch.equal(position_ids[0], torch.arange(input_ids.shape[1]))
-        self.forwards += 1
         S = input_ids.shape[1]
+        assert attn_mask.all() and torch.equal(position_ids[0], torch.arange(S))
+        self.forwards += 1
         logits = torch.zeros(1, S, META["dlm_vocab"])
-        logits[0, torch.arange(S - 1), 11 + torch.arange(S - 1)] = self.sure
-        logits[0, 0, 11] += S == 1  # z[0] = raw[0]
-        logits[0, :, META["mask_id"]] = 2 * self.sure  # and it loves what it must not say
+        logits[0, torch.arange(S), 11 + torch.arange(S)] = 30.0
+        logits[0, :, MASK] = 60.0  # and it loves what it must not say
         return logits
 
 
 @pytest.mark.parametrize("mode", ["tokens", "indep", "dynamic"])
 def test_the_row_before_predicts(model, mode):
     cfg = Config(**PLAIN, mode=mode, max_new_tokens=9, tau=-1.0)
-    decoder = Shifted(model), Decoder(model.aux_model, 99)
-    ids, _ = generate(model, torch.tensor([[1, 2, 3]]), cfg, decoder)
+    backbone = types.SimpleNamespace(lm_head=lambda hidden: hidden)
+    pair = types.SimpleNamespace(backbone=backbone, aux_model=model.aux_model, tag_ids=TAGS)
+    ids, _ = generate(pair, torch.tensor([[1, 2, 3]]), cfg, (Shifted(), Decoder(model.aux_model, 99)))
     assert ids[0].tolist() == [1, 2, 3] + list(range(13, 22))
 
 
 def grid(*rows):
-    """(is_open, doubt) of blocks: a number is the doubt of a place where something may be written, None another."""
+    """(is_open, conf) of blocks: a number is the entropy of a place where something may be written."""
     is_open = torch.tensor([[h is not None for h in row] for row in rows])
-    return is_open, torch.tensor([[h or 0.0 for h in row] for row in rows], dtype=torch.float64)
+    return is_open, -torch.tensor([[h or 0.0 for h in row] for row in rows], dtype=torch.float64)
 
 
 def test_the_longest_prefix_is_searched_to_its_end():
@@ -703,197 +682,165 @@ def test_blocks_and_tokens_are_chosen_by_certainty():
     assert blocks(1, [0.25, 0.25], [0.25, 0.25]) == [[0, 1]]
     assert blocks(2, [0.5, 0.5], [None, None], [None, 0.25], [0.1, 0.9]) == [[5], [0, 1]]
     assert blocks(3, [None, 0.5], [None, None]) == [[1]]
-    for K, want in ((0, [1, 2]), (1, [1]), (3, [0, 1, 2]), (9, [0, 1, 2, 4])):
-        cfg = Config(block_size=2, tokens_per_step=K)
-        (idx,) = codila.select_tokens(*grid([-0.5, -1.0], [-1.0, None], [0.0, None]), cfg)
+    for K, want in ((2, [1, 2]), (1, [1]), (3, [0, 1, 2]), (9, [0, 1, 2, 4])):
+        (idx,) = codila.select_tokens(*grid([-0.5, -1.0], [-1.0, None], [0.0, None]), Config(tokens_per_step=K))
         assert idx.tolist() == want
 
 
 def test_candidates_end_at_a_stop_and_at_the_window():
-    m = META["mask_id"]
-    cfg = Config(**PLAIN, block_size=2, window=2)
+    m = MASK
 
-    def found(ids, origin, stop_ids):
-        window = codila.candidates(torch.tensor(ids), origin, cfg, stop_ids)
-        return window and (window[0], [i + window[0] for i in window[1].flatten().nonzero()[:, 0].tolist()])
+    def found(ids, P, eos_id, window=2):
+        cfg = types.SimpleNamespace(mask_id=MASK, block_size=2, window=window, eos_id=eos_id)
+        span = codila.candidates(torch.tensor(ids), P, cfg)
+        return span and (span[0], [i + span[0] for i in span[1].flatten().nonzero()[:, 0].tolist()])
 
     ids = [1, m, m, 5, m, m, m, m, m]
-    assert found(ids, 1, ()) == (1, [1, 2, 4])
-    assert found(ids, 3, ()) == (3, [4, 5, 6])
-    assert found(ids, 1, (5,)) == (1, [1, 2])
-    assert found([5, m, 5], 1, (5,)) == (1, [1])  # the prompt may hold a stop token
-    assert found([1, 2, 3, 4, m, m], 1, ()) == (3, [4, 5])  # from the first block with something open
-    assert found([1, 2, 3], 1, ()) is found([1, 5, m], 1, (5,)) is found([1], 1, ()) is None
-    cfg.window = 0
-    assert found(ids, 1, ()) == (1, [1, 2, 4, 5, 6, 7, 8])
-
-
-def test_by_default_only_verification_looks_beyond_10_blocks():
-    ids = torch.full((50,), META["mask_id"])
-    for mode in codila.MODES:
-        start, is_open = codila.candidates(ids, 0, Config(**PLAIN, mode=mode, block_size=4), ())
-        assert start == 0 and len(is_open) == (13 if mode == "verify" else 10)
+    assert found(ids, 1, None) == (1, [1, 2, 4])
+    assert found(ids, 3, None) == (3, [4, 5, 6])
+    assert found(ids, 1, [5]) == found(ids, 1, 5) == (1, [1, 2])
+    assert found([5, m, 5], 1, 5) == (1, [1])  # the prompt may hold a stop token
+    assert found([1, 2, 3, 4, m, m], 1, None) == (3, [4, 5])  # from the first block with something open
+    assert found([1, 2, 3], 1, None) is found([1, 5, m], 1, 5) is found([1], 1, None) is None
+    assert found(ids, 1, None, window=0) == (1, [1, 2, 4, 5, 6, 7, 8])
 
 
 def test_drawing_follows_the_softmax():
     logits, n = torch.tensor([[1.0, 0.0, 2.0, -torch.inf, -1.0]]), 20000
-    cfg, generator = Config(temperature=0.7), torch.Generator().manual_seed(0)
-    share = codila.draw_tokens(logits.expand(n, -1), cfg, generator).bincount(minlength=5) / n
+    cfg = Config(temperature=0.7)
+    draws = codila.choose(logits.expand(n, -1), cfg, torch.Generator().manual_seed(0))
+    share = draws.bincount(minlength=5) / n
     torch.testing.assert_close(share, (logits[0] / 0.7).softmax(-1), atol=0.012, rtol=0)
-    some = codila.draw_tokens(logits.expand(n, -1), dataclasses.replace(cfg, top_p=0.9), generator)
-    share = some.bincount(minlength=5) / n  # 0.77 + 0.18 reaches 0.9
-    want = (logits[0] / 0.7).masked_fill(torch.tensor([False, True, False, True, True]), -torch.inf).softmax(-1)
-    torch.testing.assert_close(share, want, atol=0.012, rtol=0)
-    a, b = (codila.draw_tokens(logits, Config(), torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    assert a.item() == b.item() == 2  # greedy: free of the seed
+    again, conf = codila.propose(logits.expand(n, -1), cfg, torch.Generator().manual_seed(0))
+    assert torch.equal(again, draws)
+    p = logits[0].softmax(-1)  # at temperature 1
+    assert conf[0].item() == pytest.approx(-torch.special.entr(p).sum().item(), abs=1e-6)
+    cfg = dataclasses.replace(cfg, mode="tokens", conf="maxprob", temperature=0.0)
+    ids, conf = codila.propose(logits, cfg, None)  # greedy: without a draw
+    assert ids.item() == 2 and conf.item() == pytest.approx(p.max().item(), abs=1e-6)
 
 
 def test_a_known_token_that_only_one_model_has_is_refused(model):
-    cfg, alien = Config(**PLAIN), META["shared_vocab"]
-    with pytest.raises(ValueError, match=str(alien)):
-        generate(model, torch.tensor([[1]]), cfg, canvas_ids=torch.tensor([[META["mask_id"], alien]]))
-    batch = [{"prompt_ids": [1], "answer_ids": [2, alien, 3, META["eos_id"]]}]
-    with pytest.raises(ValueError, match=str(alien)):
-        inputs = make_training_inputs(batch, draws_of(2, 5, [[True, True]]), cfg)
-        training_loss(model, inputs, cfg)
+    with pytest.raises(ValueError, match="both models"):
+        generate(model, torch.tensor([[1]]), Config(**PLAIN), canvas_ids=torch.tensor([[MASK, VS]]))
+    batch = [{"prompt_ids": [1], "answer_ids": [2, VS, 3, EOS]}]
+    with pytest.raises(ValueError, match=f"token {VS} "):
+        make_training_inputs(batch, draws_of(2, 5, [[True, True]]), Config(**PLAIN))
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------- training
 
 
-def test_noise_masks_whole_blocks_behind_the_prompt():
-    cfg = Config(**PLAIN, block_sizes="2,3,8", max_pad=9)
-    batch = [{"prompt_ids": [1] * P, "answer_ids": [2] * A + [META["eos_id"]]} for P, A in ((3, 14), (9, 0), (1, 30))]
-    found = collections.Counter()
+@pytest.mark.parametrize("weighting", ["count", "inverse_t", "uniform"])
+def test_noise_masks_whole_blocks_after_the_prompt(weighting):
+    cfg = Config(**PLAIN, block_sizes="2,3,8", max_pad=9, weighting=weighting)
+    batch = [{"prompt_ids": [1] * P, "answer_ids": [2] * A + [EOS]} for P, A in ((3, 14), (9, 0), (1, 30))]
+    found = set()
     for seed in range(60):
-        for weighting in ("count", "inverse_t", "uniform"):
-            cfg.weighting = weighting
-            draws = codila.draw_noise(batch, cfg, torch.Generator().manual_seed(seed))
-            inputs = make_training_inputs(batch, draws, cfg)
-            B, S = draws[0]["block_size"], inputs["input_ids"].shape[1]
-            assert S % 8 == 0 and 32 <= S <= 48
-            found[B] += 1
-            for r, row in enumerate(batch):
-                P, masked = len(row["prompt_ids"]), inputs["input_ids"][r] == META["mask_id"]
-                N = len(draws[r]["block_masked"])
-                assert N == (S - P) // B and not masked[:P].any() and not masked[P + N * B :].any()
-                blocks = masked[P : P + N * B].view(N, B)
-                assert torch.equal(blocks.any(1), blocks.all(1)) and blocks.all(1).tolist() == draws[r]["block_masked"]
-                if weighting == "count":
-                    assert 1 <= blocks.all(1).sum() <= N and draws[r]["weight"] == N / blocks.all(1).sum().item()
-                clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [META["eos_id"]] * S)[:S])
-                assert torch.equal(inputs["input_ids"][r][~masked], clean[~masked])
-                used = inputs["weights"][r].any(-1)
-                assert torch.equal(inputs["block_ids"][r][used], clean[inputs["block_pos"][r][used]])
-    assert set(found) == {2, 3, 8}
-    again = [codila.draw_noise(batch, cfg, torch.Generator().manual_seed(4)) for _ in range(2)]
+        draws = draw_noise(batch, cfg, torch.Generator().manual_seed(seed))
+        inputs = make_training_inputs(batch, draws, cfg)
+        B, S = draws[0]["block_size"], inputs["input_ids"].shape[1]
+        assert S % 8 == 0 and 32 <= S <= 48 and (inputs["block_size"] == B).all()
+        found.add(B)
+        for r, (row, draw) in enumerate(zip(batch, draws)):
+            P, masked = len(row["prompt_ids"]), inputs["input_ids"][r] == MASK
+            N = len(draw["block_masked"])
+            assert N == (S - P) // B and not masked[:P].any() and not masked[P + N * B :].any()
+            blocks = masked[P : P + N * B].view(N, B)
+            assert torch.equal(blocks.any(1), blocks.all(1)) and blocks.all(1).tolist() == draw["block_masked"]
+            assert 0 < draw["p_mask"] <= 1 and (weighting != "count" or masked.any())
+            clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [EOS] * S)[:S])
+            assert torch.equal(inputs["input_ids"][r][~masked], clean[~masked])
+            assert torch.equal(inputs["labels"][r], clean.masked_fill(~masked, -100))
+            assert torch.equal(inputs["weights"][r] > 0, masked)
+    assert found == {2, 3, 8}
+    again = [draw_noise(batch, cfg, torch.Generator().manual_seed(4)) for _ in range(2)]
     assert again[0] == again[1]
 
 
 def test_partial_blocks(model):
     """Known tokens of a masked block are seen, forced and not counted; the loss is that of the rest."""
-    cfg = Config(**PLAIN, p_partial=1.0, block_sizes="4")
+    cfg = Config(**PLAIN, p_partial=1.0, weighting="uniform")
     case = CASES["train"][0]
     input_ids, P = field(case, "input_ids")[:1], case["prompt_len"][0]
     batch = batch_of(input_ids, [P])
-    draws = codila.draw_noise(batch, cfg, torch.Generator().manual_seed(1))
-    assert any(map(any, draws[0]["known"]))
-    draws = draws_of(4, input_ids.shape[1], [[True, False, True] + [False] * ((input_ids.shape[1] - P) // 4 - 3)])
-    draws[0]["known"][0] = [True, False, True, False]
+    assert any(map(any, draw_noise(batch, cfg, torch.Generator().manual_seed(1))[0]["known"]))
+    N = (input_ids.shape[1] - P) // 4
+    draws = draws_of(4, input_ids.shape[1], [[True, False, True] + [False] * (N - 3)])
+    draws[0]["known"] = [[True, False, True, False]] + [[False] * 4] * (N - 1)
     inputs = make_training_inputs(batch, draws, cfg)
     noisy = input_ids[0].clone()
-    noisy[[P + 1, P + 3, *range(P + 8, P + 12)]] = META["mask_id"]
+    noisy[[P + 1, P + 3, *range(P + 8, P + 12)]] = MASK
     assert torch.equal(inputs["input_ids"][0], noisy)
-    assert (inputs["weights"][0] > 0).tolist() == [[False, True, False, True], [True] * 4]
+    row_idx, pos = places(inputs)
+    assert pos.tolist() == [list(range(P, P + 4)), list(range(P + 8, P + 12))]
+    assert (inputs["weights"][row_idx, pos] > 0).tolist() == [[False, True, False, True], [True] * 4]
     with torch.no_grad():
-        nll, _, weights = codila.block_nll(model, inputs, cfg)
-        logp = marginals(model, noisy[None])
-        embeds = soft_embed(model, logp.exp(), cfg)[P : P + 4]
+        nll, _, _ = codila.block_nll(model, inputs, cfg)
+        embeds = soft_embed(model, marginals(model, noisy[None]).exp(), cfg)[P : P + 4]
         for j in (0, 2):
             embeds[j] = model.aux_model.model.embed_tokens(input_ids[0, P + j])
-        _, logits = forced_logits(model, embeds, input_ids[0, P : P + 4], cfg)
+    _, logits = forced_logits(model, embeds, input_ids[0, P : P + 4], cfg)
     want = -logits.log_softmax(-1)[torch.arange(4), input_ids[0, P : P + 4]]
     torch.testing.assert_close(nll[0], want, atol=1e-5, rtol=0)
     loss, _ = training_loss(model, inputs, cfg)
-    maskable = (input_ids.shape[1] - P) // 4 * 4
-    assert loss.item() == pytest.approx((want[[1, 3]].sum() + nll[1].sum()).item() / maskable, rel=1e-5)
+    assert loss.item() == pytest.approx((want[[1, 3]].sum() + nll[1].sum()).item() / (4 * N), rel=1e-5)
 
 
 def test_a_row_or_batch_without_masked_blocks_counts_0(model):
     cfg = Config(**PLAIN)
-    batch = [{"prompt_ids": [1, 2], "answer_ids": [3, 4, 5, META["eos_id"]]} for _ in range(2)]
-    one = make_training_inputs(batch, draws_of(2, 6, [[True, False], [False, False]], [0.5, 0.5]), cfg)
+    batch = [{"prompt_ids": [1, 2], "answer_ids": [3, 4, 5, EOS]} for _ in range(2)]
+    one = make_training_inputs(batch, draws_of(2, 6, [[True, False], [False, False]]), cfg)
     assert training_loss(model, one, cfg)[0].item() > 0
-    model.zero_grad()
-    for inputs in (
-        make_training_inputs(batch, draws_of(2, 6, [[False, False], [False, False]], [0.5, 0.5]), cfg),
-        {key: value[1:] for key, value in one.items()},
-    ):
+    none = make_training_inputs(batch, draws_of(2, 6, [[False, False], [False, False]]), cfg)
+    for inputs in (none, {key: value[1:] for key, value in one.items()}):
+        model.zero_grad()
+        loss, logs = training_loss(model, inputs, cfg)
+        loss.backward()
+        assert loss.item() == logs["marginals"].item() == 0
+        assert not any(p.grad.any() for p in model.aux_model.parameters())  # zeros, not None: ranks do the same
+
+
+def test_blocks_that_only_pad_the_shape_change_nothing(model, monkeypatch):
+    """On CUDA the number of blocks is a multiple of 128."""
+    inputs, cfg = train_inputs(CASES["train"][0])
+    results = []
+    for pad in (lambda n, device: n, lambda n, device: -(-n // 128) * 128):
+        monkeypatch.setattr(codila, "padded_len", pad)
+        model.zero_grad()
         loss, _ = training_loss(model, inputs, cfg)
         loss.backward()
-        assert loss.item() == 0
-        assert all(p.grad is None or not p.grad.any() for p in model.aux_model.parameters())
+        results.append((loss.item(), model.aux_model.model.embed_tokens.weight.grad.clone()))
+    assert len(codila.block_nll(model, inputs, cfg)[0]) == 128
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-6, rtol=1e-5)
 
 
+@torch.no_grad()
 def test_slices_of_a_batch_add_up_to_it(model):
     cfg = Config(**PLAIN, p_partial=0.5)
     lengths = ((3, 9), (5, 4), (1, 7), (2, 2))
-    batch = [{"prompt_ids": [1] * P, "answer_ids": [9] * A + [META["eos_id"]]} for P, A in lengths]
-    generator = torch.Generator().manual_seed(0)
-    for stage in codila.stages(cfg)[1:]:
-        target = model.backbone if stage.name == "dlm" else model
-        inputs = stage.build(batch, stage.draw(batch, cfg, generator), cfg)
-        assert len({len(value) for value in inputs.values()}) == 1
-        with torch.no_grad():
-            whole = stage.loss(target, inputs, cfg)[0]
-            parts = [stage.loss(target, {k: v[i::3] for k, v in inputs.items()}, cfg)[0] for i in range(3)]
-        assert whole.item() == pytest.approx(sum(parts).item(), rel=1e-5)
-
-
-def test_masked_diffusion_of_the_backbone(model):
-    cfg = Config(**PLAIN, max_pad=0)
-    batch = [{"prompt_ids": [1] * P, "answer_ids": [7, 8, 9] * 3 + [META["eos_id"]]} for P in (2, 6)]
-    total, generator = 0.0, torch.Generator().manual_seed(0)
-    for _ in range(300):
-        inputs = make_training_inputs(batch, codila.draw_token_noise(batch, cfg, generator), cfg)
-        total += inputs["weights"].sum().item() / 300
-        for r, row in enumerate(batch):
-            P, ids = len(row["prompt_ids"]), inputs["input_ids"][r]
-            masked, used = ids == META["mask_id"], inputs["weights"][r, :, 0] > 0
-            clean = torch.tensor((row["prompt_ids"] + row["answer_ids"] + [META["eos_id"]] * 99)[: len(ids)])
-            assert not masked[:P].any() and torch.equal(ids[~masked], clean[~masked])
-            assert torch.equal(inputs["block_pos"][r, used, 0], masked.nonzero()[:, 0])
-            assert torch.equal(inputs["block_ids"][r, used, 0], clean[masked])
-    assert total == pytest.approx(1, rel=0.05)  # the 1/t weights average to the plain mean
-    with torch.no_grad():  # the row before predicts, everything sees everything
-        want = sum(
-            weights.sum() * -shifted_logits(model, ids[None]).log_softmax(-1)[pos, token]
-            for ids, *blocks in zip(*(inputs[key] for key in ("input_ids", "weights", "block_pos", "block_ids")))
-            for weights, pos, token in zip(*blocks)
-        )
-        assert codila.dlm_loss(model.backbone, inputs, cfg)[0].item() == pytest.approx(want.item(), rel=1e-5)
-
-
-def tiny_pair(**changes):
-    cfg = Config(**codila.TINY | dict(device="cpu", dtype="float32", compile=False) | changes)
-    backbone, tokenizer = codila.load("tiny", cfg, training=True)
-    return codila.enter_stage(backbone, "codila", None, cfg), tokenizer, cfg
+    batch = [{"prompt_ids": [1] * P, "answer_ids": [9] * A + [EOS]} for P, A in lengths]
+    inputs = make_training_inputs(batch, draw_noise(batch, cfg, torch.Generator().manual_seed(0)), cfg)
+    assert len({len(value) for value in inputs.values()}) == 1
+    whole = training_loss(model, inputs, cfg)[0]
+    parts = [training_loss(model, {k: v[i::3] for k, v in inputs.items()}, cfg)[0] for i in range(3)]
+    assert whole.item() == pytest.approx(sum(parts).item(), rel=1e-5)
 
 
 def test_only_the_local_model_learns_and_it_overfits_one_batch():
-    model, tokenizer, cfg = tiny_pair(block_sizes="4", p_partial=0.0, weighting="uniform")
+    cfg = Config(**codila.TINY | dict(device="cpu", dtype="float32", block_sizes="4", p_partial=0.0))
+    model, tokenizer, _ = codila.load_pair(cfg.aux, cfg, torch.float32)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    rows = [codila.encode(tokenizer, *problem) for problem in codila.read_problems(cfg)[0][:4]]
-    stage = codila.stages(cfg)[-1]
-    inputs = stage.build(rows, stage.draw(rows, cfg, torch.Generator().manual_seed(0)), cfg)
-    assert model.banned.nonzero()[:, 0].tolist() == [cfg.mask_id]  # the tags are rows of the AR model alone
+    rows = [codila.encode(tokenizer, messages, answer) for messages, answer, _ in codila.read_data(cfg.test)[:2]]
+    inputs = make_training_inputs(rows, draw_noise(rows, cfg, torch.Generator().manual_seed(0)), cfg)
+    # the tags are rows of the AR model alone
+    assert codila.no_text(model, cfg, "cpu").nonzero()[:, 0].tolist() == [cfg.mask_id]
     learnt = [p for p in model.parameters() if p.requires_grad]
     assert len(learnt) == len([*model.aux_model.parameters()])
     optimizer, losses = torch.optim.AdamW(learnt, 1e-2), []
-    model.train()
-    assert not model.backbone.training and model.aux_model.training
     for _ in range(40):
-        loss, _ = stage.loss(model, inputs, cfg)
+        loss, _ = training_loss(model, inputs, cfg)
         loss.backward()
         assert all(p.grad is not None for p in learnt)
         optimizer.step()
@@ -905,28 +852,14 @@ def test_only_the_local_model_learns_and_it_overfits_one_batch():
         assert name.startswith("aux_model.") or p.grad is None
 
 
-def test_checkpointing_changes_no_number(model):
-    case = CASES["train"][0]
-    inputs, cfg = train_inputs(case)
-    losses, grads = [], []
-    for checkpointing in (False, True):
-        model.zero_grad()
-        loss, _ = training_loss(model, inputs, dataclasses.replace(cfg, checkpointing=checkpointing))
-        loss.backward()
-        losses.append(loss.item())
-        grads.append(model.aux_model.model.embed_tokens.weight.grad.clone())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-5)
-
-
 def test_the_pad_row_learns(model):
     """EOS is padding and a target: hard look-ups of it must have a gradient."""
-    changes = dict(pad_token_id=META["eos_id"], tie_word_embeddings=False)
+    changes = dict(pad_token_id=EOS, tie_word_embeddings=False)
     aux_model = Qwen3ForCausalLM(Qwen3Config(**model.aux_model.config.to_dict() | changes))
-    assert aux_model.model.embed_tokens.padding_idx == META["eos_id"]
-    Pair(model.backbone, aux_model, LINK)
-    aux_model.model.embed_tokens(torch.tensor([META["eos_id"]])).sum().backward()
-    assert aux_model.model.embed_tokens.weight.grad[META["eos_id"]].any()
+    assert aux_model.model.embed_tokens.padding_idx == EOS
+    Pair(model.backbone, aux_model, TAGS)
+    aux_model.model.embed_tokens(torch.tensor([EOS])).sum().backward()
+    assert aux_model.model.embed_tokens.weight.grad[EOS].any()
 
 
 # ------------------------------------------------------------------------------------------------- the pair and its ids
@@ -997,15 +930,14 @@ def folders(tmp_path_factory):
 ON_CPU = ["--device", "cpu", "--dtype", "float32"]
 
 
-def pair_of(root, aux, model="dream"):
-    cfg = Config(model=str(root / model), aux=str(aux), device="cpu", dtype="float32", compile=False)
-    backbone, tokenizer = codila.load(cfg.model, cfg, training=False)
-    return codila.enter_stage(backbone, "codila", cfg.model, cfg).train(False), tokenizer, cfg
+def pair_of(root, aux, **changes):
+    cfg = Config(model=str(root / "dream"), aux=str(aux), device="cpu", dtype="float32", **changes)
+    return *codila.load_pair(cfg.aux, cfg, torch.float32), cfg
 
 
 def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
     root, plain, dream_ids, qwen_ids = folders
-    model, tokenizer, cfg = pair_of(root, root / "qwen3")
+    model, _, _, cfg = pair_of(root, root / "qwen3")
     assert type(model.backbone) is Qwen2ForCausalLM and type(model.aux_model) is Qwen3ForCausalLM
     assert model.backbone.config.rope_parameters["rope_theta"] == 1e6
     # attention: all-ones mask of the library, not its causal default
@@ -1018,18 +950,30 @@ def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
         assert (ours - plain(ids).logits).abs().max() > 0.1
     # the ids collide: Dream's mask is a tool token of Qwen3, Qwen3's tags are unused rows of Dream
     assert qwen_ids["</tool_response>"] == dream_ids["<|mask|>"] == cfg.mask_id
-    assert model.link == dict(vocab_len=dream_ids["<|beginoftext|>"], think_id=qwen_ids["<think>"],
-                              end_think_id=qwen_ids["</think>"], turn_end_id=dream_ids["<|im_end|>"])  # fmt: skip
-    assert not model.banned.any()
-    assert (cfg.eos_id, cfg.turn_end_id) == (dream_ids["<|endoftext|>"], dream_ids["<|im_end|>"])
-    for mode in codila.MODES:
+    assert cfg.vocab_len == dream_ids["<|beginoftext|>"]
+    assert model.tag_ids == [qwen_ids["<think>"], qwen_ids["</think>"]]
+    assert not codila.no_text(model, cfg, "cpu").any()
+    assert cfg.eos_id == [dream_ids["<|endoftext|>"], dream_ids["<|im_end|>"]]
+    for mode in MODES:
         cfg = dataclasses.replace(cfg, mode=mode, max_new_tokens=20, temperature=2.0, tau=2.0)
         seq_ids, _ = generate(model, ids[:1], cfg, None, torch.Generator().manual_seed(0))
-        assert seq_ids.max() < model.link["vocab_len"]
-    row = codila.encode(tokenizer, [{"content": "the"}], "then")
-    assert row == {"prompt_ids": [TEXT.index("the")], "answer_ids": [TEXT.index("the"), TEXT.index("n"), cfg.eos_id]}
-    packed = codila.pack([row], cfg)[0]["answer_ids"]  # the turn ends, then the text
-    assert packed == row["answer_ids"][:-1] + [cfg.turn_end_id, cfg.eos_id]
+        assert seq_ids.max() < cfg.vocab_len
+
+
+def test_ids_may_have_holes():
+    """The shared ids end where the two vocabularies part, whatever is missing in both before."""
+
+    def tokenizer(**ids):
+        return types.SimpleNamespace(get_vocab=lambda: ids, vocab_size=3, eos_token_id=1)
+
+    cfg = Config(mask_id=9, tags="x y")
+    ours = tokenizer(a=0, eos=1, c=2, e=5, mask=9)
+    assert codila.link_vocabularies(ours, tokenizer(a=0, eos=1, c=2, e=5, y=7, x=8), cfg) == (7, [8, 7])
+    assert codila.link_vocabularies(ours, tokenizer(a=0, eos=1, c=2, y=3, x=4), cfg) == (3, [4, 3])
+    assert codila.link_vocabularies(ours, tokenizer(a=0, eos=1, c=2, e=5, mask=9, x=10, y=11), cfg)[0] == 10
+    for theirs in (dict(a=0, eos=1, b=2, x=8, y=7), dict(a=0, x=1, y=2)):
+        with pytest.raises(ValueError, match="part at id"):
+            codila.link_vocabularies(ours, tokenizer(**theirs), cfg)
 
 
 def refused(capsys, *args):
@@ -1048,32 +992,30 @@ def test_models_that_are_no_pair_are_refused(folders, tmp_path, capsys):
     root = folders[0]
     head = ["--generate", "--model", root / "dream", "--prompt", "the", *ON_CPU, "--aux"]
     write_qwen3(tmp_path / "other", text=TEXT[::-1])
-    assert "not a pair" in refused(capsys, *head, tmp_path / "other")
+    assert "part at id 0" in refused(capsys, *head, tmp_path / "other")
     write_qwen3(tmp_path / "nearly", text=TEXT[:-2] + ["the", "th"])
-    assert "not a pair" in refused(capsys, *head, tmp_path / "nearly")
+    assert "part at id" in refused(capsys, *head, tmp_path / "nearly")
     write_qwen3(tmp_path / "untagged", special=["<tool_response>"])
     assert "<think>" in refused(capsys, *head, tmp_path / "untagged")
     write_qwen3(tmp_path / "short", rows=len(TEXT) + len(CONTROL) + 3)
-    assert "do not fit" in refused(capsys, *head, tmp_path / "short")
+    assert "rows" in refused(capsys, *head, tmp_path / "short")
     assert "nowhere" in refused(capsys, *head, tmp_path / "nowhere")
+    assert "2,x" in refused(capsys, "--train", "--block_sizes", "2,x", "--out", tmp_path / "out", *ON_CPU)
+    assert "lists" in refused(capsys, "--train", "--block_sizes", "0", "--out", tmp_path / "out", *ON_CPU)
 
 
 def test_tags_of_ones_own(folders, tmp_path):
     """Two models of one tokenizer: unused tokens serve as tags, and are never written; nor is the mask."""
-    ids = write_qwen3(tmp_path / "ar", special=["<file>", "</file>"])
-    torch.manual_seed(2)
-    cfg = Config(model=str(tmp_path / "ar"), aux=str(tmp_path / "ar"), tags="<file> </file>", device="cpu",
-                 dtype="float32", temperature=5.0, max_new_tokens=60)  # fmt: skip
-    backbone, _ = codila.load(cfg.model, cfg, training=True)
-    assert cfg.mask_id == len(ids)  # a new token
-    model = codila.enter_stage(backbone, "codila", None, cfg).train(False)
-    assert model.link["vocab_len"] == len(ids)
-    assert model.banned.nonzero()[:, 0].tolist() == [ids["<file>"], ids["</file>"]]
-    for mode in codila.MODES:
-        cfg.mode = mode
-        seq_ids, _ = generate(model, torch.tensor([[5]]), cfg, None, torch.Generator().manual_seed(0), stop_ids=())
-        assert not {ids["<file>"], ids["</file>"], cfg.mask_id} & set(seq_ids[0].tolist())
-        assert seq_ids.max() < len(ids)
+    ids = write_qwen3(tmp_path / "ar", special=["<|mask|>", "<file>", "</file>"])
+    cfg = Config(model=str(tmp_path / "ar"), tags="<file> </file>", device="cpu", dtype="float32", temperature=5.0,
+                 max_new_tokens=60)  # fmt: skip
+    model, _, _ = codila.load_pair(cfg.model, cfg, torch.float32)
+    never = [ids["<|mask|>"], ids["<file>"], ids["</file>"]]
+    assert cfg.vocab_len == len(ids) and codila.no_text(model, cfg, "cpu").nonzero()[:, 0].tolist() == never
+    for mode in MODES:
+        cfg = dataclasses.replace(cfg, mode=mode, eos_id=None)
+        seq_ids, _ = generate(model, torch.tensor([[5]]), cfg, None, torch.Generator().manual_seed(0))
+        assert not set(never) & set(seq_ids[0].tolist()) and seq_ids.max() < len(ids)
 
 
 def test_train_save_reload_a_released_pair(folders, tmp_path, capsys):
@@ -1082,104 +1024,61 @@ def test_train_save_reload_a_released_pair(folders, tmp_path, capsys):
     data.write_text("\n".join(json.dumps({"prompt": "the", "response": "then " * n}) for n in range(1, 7)))
     out = tmp_path / "out"
     args = ["--train", "--model", root / "dream", "--aux", root / "qwen3", "--data", data, "--out", out, *ON_CPU,
-            "--steps", 2, "--batch_size", 2, "--max_new_tokens", 8, "--problems", 2, "--lr", 1e-3]  # fmt: skip
-    assert codila.main([str(arg) for arg in args]) == 0
-    state = load_file(out / "training_state.safetensors")
-    plain = AutoModelForCausalLM.from_pretrained(out / "aux")  # a plain Hugging Face folder, as is `out` itself
-    for name, p in plain.named_parameters():
-        assert torch.equal(p, state[f"param.aux_model.{name}"])
-    assert not any(key.startswith("param.backbone") for key in state)
-    saved = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert all(torch.equal(saved[name], p) for name, p in folders[1].state_dict().items())  # frozen
-    model, _, cfg = pair_of(tmp_path, "unused", "out")
-    assert model.link == pair_of(root, root / "qwen3")[0].link and cfg.turn_end_id is not None
-    assert torch.equal(model.aux_model.lm_head.weight, plain.lm_head.weight)
-    assert codila.main([str(arg) for arg in ["--generate", "--model", out, "--prompt", "the", *ON_CPU]]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["label"] for row in line["rows"]] == ["codila static", "plain AR, same weights"]
+            "--steps", 2, "--batch_size", 2, "--accumulation", 1, "--max_new_tokens", 8, "--lr", 1e-3]  # fmt: skip
+    rows, make = [], codila.make_training_inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codila, "make_training_inputs", lambda batch, *rest: (rows.extend(batch), make(batch, *rest))[1])
+        assert codila.main([str(arg) for arg in args]) == 0
+    model, _, _, cfg = pair_of(root, root / "qwen3")
+    assert all(row["answer_ids"][-2:] == cfg.eos_id[::-1] for row in rows)  # the turn ends, then the text
+    plain = AutoModelForCausalLM.from_pretrained(out)  # the AR model as a plain Hugging Face folder
+    assert type(plain) is Qwen3ForCausalLM
+    moved = {name: not torch.equal(p, model.aux_model.state_dict()[name]) for name, p in plain.named_parameters()}
+    assert all(moved.values())
+    trained = json.loads((out / "config.json").read_text())["trained_with"]
+    assert (trained["method"], trained["model"]) == ("codila", str(root / "dream"))
+    capsys.readouterr()
+    texts = []
+    for flags in (["--out", out], ["--model", out], ["--model", root / "dream", "--aux", out]):
+        more = ["--prompt", "the", "--max_new_tokens", 8, *ON_CPU]
+        assert codila.main([str(arg) for arg in ["--generate", *flags, *more]]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [row["label"] for row in json.loads(lines[-1])["rows"]] == ["plain AR", "codila static"]
+        texts.append([line for line in lines if line.startswith("  codila static: ")])
+    assert texts[0] == texts[1] == texts[2]
 
 
-# ---------------------------------------------------------------------------------------------------- the built-in task
+# ---------------------------------------------------------------------------------------------- the tiny pair
 
 
-def test_the_checker_reads_programs():
-    rng = random.Random(0)
-    names = codila.NAMES
-    assert len(set(names)) == 12 and all(len(set(codila.names_of(theme))) == 6 for theme in codila.THEMES)
-    for _ in range(100):
-        prompt, text = codila.problem(rng)
-        count, theme = int(prompt[0]), prompt.split()[1]
-        assert codila.is_right(prompt, text, "") and len(text) == 12 * count
-        assert not codila.is_right(prompt, text[:-1], "") and not codila.is_right(prompt, text + text[:12], "")
-        alien = next(name for name in names if name not in codila.names_of(theme))
-        assert not codila.is_right(prompt, alien + text[3:], "")
-        spot = rng.randrange(3)
-        broken = text[:spot] + rng.choice([c for c in "abcdef1234" if c != text[spot]]) + text[spot + 1 :]
-        assert codila.is_right(prompt, broken, "") == (broken[:3] in codila.names_of(theme))
-    assert codila.is_right("What?", " 4 ", "4")  # other data: as it stands
-
-
-def test_a_line_is_12_tokens():
-    cfg = Config(**codila.TINY | dict(device="cpu", dtype="float32"))
-    _, tokenizer = codila.load("tiny", cfg, training=True)
-    for messages, answer in codila.read_problems(cfg)[0][:50]:
-        row = codila.encode(tokenizer, messages, answer)
-        assert len(row["prompt_ids"]) == 8 and len(row["answer_ids"]) == 12 * int(messages[0]["content"][0]) + 1
-        assert tokenizer.unk_token_id not in row["prompt_ids"] + row["answer_ids"]
-
-
-def test_train_and_generate(tmp_path, capsys):
+def test_train_compare_and_infill(tmp_path, capsys):
     out = tmp_path / "run"
-    args = ["--train", "--generate", "--out", out, "--steps", 3, "--ar_steps", 2, "--batch_size", 4, "--problems", 2]
-    assert codila.main([str(arg) for arg in args + ON_CPU]) == 0
+    args = ["--train", "--generate", "--out", out, "--steps", 3, "--batch_size", 4, "--problems", 2, *ON_CPU]
+    assert codila.main([str(arg) for arg in args]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = json.loads(lines[-1])["rows"]
     labels = [row["label"] for row in rows]
-    assert labels[0] == "one token a forward" and labels[-1] == "plain AR"
+    assert labels[:2] == ["plain AR", "one token a forward"] and "dynamic" in labels[-1]
     for B in (2, 4, 8):
-        assert f"codila, K=B={B}" in labels and f"independent tokens, K={B}" in labels
-    assert sum("dynamic" in label for label in labels) >= 2
+        names = f"codila, K=B={B}", f"independent tokens, K={B}", f"independent block, K=B={B}"
+        assert set(names) <= set(labels)
     for row in rows:
         assert row["problems"] == 2 and row["forwards"] > 0 and 0 <= row["right"] <= 2
-        assert any(line.startswith(row["label"] + ": new_tokens") for line in lines)
-    for name in ("model.safetensors", "aux/model.safetensors", "ar/model.safetensors", "settings.json"):
-        assert (out / name).is_file()
-
-
-def test_infill(tmp_path, capsys):
-    out = tmp_path / "run"
-    train = ["--train", "--steps", 2, "--ar_steps", 0, "--batch_size", 2, "--out", out, *ON_CPU]
-    assert codila.main([str(arg) for arg in train]) == 0
-    capsys.readouterr()
-    prefix, suffix = "2 red lines 0042:aα1=", "+aα1;"
-    for folder in (["--model", out], ["--out", out]):
-        args = [*folder, "--infill", prefix, suffix, "--max_new_tokens", "3", *ON_CPU]
-        assert codila.main([str(arg) for arg in args]) == 0
-        text, line = capsys.readouterr().out.splitlines()[-2:]
-        assert text.startswith(prefix + "[") and text.endswith("]" + suffix)
-        line = json.loads(line)
-        assert (line["rows"], line["new_tokens"], line["forwards"]) == (1, 3, 1)
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": prefix, "suffix": s, "task_id": s}) + "\n" for s in (suffix, "")))
-    args = ["--model", out, "--infill", "--data", data, "--max_new_tokens", "3", "--mode", "dynamic", *ON_CPU]
-    assert codila.main([str(arg) for arg in args]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 2
-    assert "--infill" in refused(capsys, "--model", out, "--infill", "one")
-    assert "--infill" in refused(capsys, "--model", out, "--infill")
-    data.write_text('{"prompt": "a", "suffix": "b"}\n{"prompt": "a"}\n')
-    assert "line 2" in refused(capsys, "--model", out, "--infill", "--data", data, *ON_CPU)
-    data.write_text("\n")
-    assert "no rows" in refused(capsys, "--model", out, "--infill", "--data", data, *ON_CPU)
-
-
-@pytest.mark.parametrize("flags", [
-    "--mode best", "--conf high", "--weighting none", "--block_size 0", "--blocks_per_step 0", "--window -2",
-    "--topk -1", "--p_partial 1.5", "--p_partial nan", "--block_sizes 2,x", "--block_sizes 0", "--table 2,",
-    "--max_pad -1", "--tokens_per_step -1", "--tau nan", "--lam nan", "--dlm_steps -2", "--dlm_lr 0", "--tags one",
-])  # fmt: skip
-def test_settings_that_cannot_work(capsys, flags):
-    name = flags.split()[0][2:]
-    assert name.split("_")[0] in refused(capsys, "--generate", *flags.split(), *ON_CPU)
+        assert any(line.startswith(row["label"] + ": ") for line in lines)
+    assert rows[0]["right"] == rows[1]["right"] == 2  # the two models as they come
+    suffix = "+aα1;"
+    spy = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = codila.generate
+        patch.setattr(codila, "generate", lambda *args, **kwargs: spy.append(run(*args, **kwargs)) or spy[-1])
+        for mode in ("static", "dynamic"):
+            more = ["--prompt", "2 red lines 0042:aα1=", "--suffix", suffix, "--max_new_tokens", 3, "--mode", mode]
+            assert codila.main([str(arg) for arg in ["--generate", "--out", out, *more, *ON_CPU]]) == 0
+            rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+            assert (rows[1]["label"], rows[1]["new_tokens"]) == (f"codila {mode}", 3)
+    for seq_ids, record in spy:
+        assert record["fixed_round"][3:] == [-1] * 5 and all(n >= 0 for n in record["fixed_round"][:3])
+        assert not {0, 1} & set(seq_ids[0, -8:].tolist())  # no EOS and no mask in the hole
 
 
 def test_every_promise_of_the_header_has_a_place():

@@ -1,24 +1,30 @@
-"""D2F: reference vectors, masks, losses, decoding, checkpoint layouts, the command line."""
+"""D2F: reference vectors, masks, losses, decoding, LoRA and released layouts, what a run writes."""
 
 import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 import torch
-from conftest import golden, load_backbone
+from conftest import ROOT, golden, load_backbone
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import d2f
-from common import block_causal, dense, full, own_projection, prepare, walk
+from common import block_causal, dense, full, prepare, walk
 
 CASES, TENSORS, FOLDER = golden("d2f")
-IDS = CASES["meta"]["special_ids"]
+META = CASES["meta"]
+IDS = META["special_ids"]
+BACKBONES = list(META["shifted"])
 
 
 def config(**kwargs):
-    own = dict(mask_id=IDS["mask"], eos_id=IDS["eos"], device="cpu", dtype="float32", compile=False)
-    return d2f.Config(**(own | kwargs))
+    return d2f.Config(**(dict(mask_id=IDS["mask"], eos_id=IDS["eos"], device="cpu", dtype="float32") | kwargs))
 
 
 def case_ids(cases):
@@ -31,16 +37,21 @@ _models = {}
 def student(backbone, zero=False):
     """The base of a family with its adapter attached; zero: lora_B set to zero."""
     if (backbone, zero) not in _models:
-        meta = CASES["meta"]
-        model = prepare(load_backbone(FOLDER / meta["model_dir"][backbone]))
-        adapter, tensors = d2f.read_adapter(str(FOLDER / meta["adapter_dir"][backbone]))
+        model = load_backbone(FOLDER / META["model_dir"][backbone])
+        cfg = config()
+        tensors = d2f.read_adapter(str(FOLDER / META["adapter_dir"][backbone]), cfg)
         if zero:
-            tensors = {key: t * (key[2] == "A") for key, t in tensors.items()}
-        _models[backbone, zero] = d2f.attach_adapter(model, adapter, tensors)
+            tensors = {key: tensor * key.endswith("A") for key, tensor in tensors.items()}
+        _models[backbone, zero] = d2f.attach_adapter(model, cfg, tensors)
     return _models[backbone, zero].requires_grad_(False)
 
 
-# ---------------------------------------------------------------------------------------------------- reference vectors
+def hidden_states(model, ids, mask, **kwargs):
+    """The walk over whole rows ids (B, L)."""
+    return walk(model, ids, torch.arange(ids.shape[1]).expand(ids.shape), mask, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------- reference vectors
 
 
 @pytest.mark.parametrize("name", CASES["schedule"])
@@ -52,13 +63,12 @@ def test_schedule(name):
 @pytest.mark.parametrize("case", CASES["confidence"], ids=lambda case: str(case["index"]))
 def test_confidence(case):
     logits = TENSORS["confidence/logits"]
-    V = logits.shape[1]
-    cfg = config(mask_id=V, temperature=case["temperature"], top_p=case["top_p"] or 1.0, top_k=case["top_k"] or 0,
-                 sampling_strategy=case["sampling_strategy"])  # fmt: skip
+    cfg = config(mask_id=logits.shape[1], temperature=case["temperature"], top_p=case["top_p"] or 1.0,
+                 top_k=case["top_k"] or 0, sampling_strategy=case["sampling_strategy"])  # fmt: skip
     with_mask = torch.cat([logits, torch.full((len(logits), 1), 99.0)], dim=1)  # the mask's row must not count
-    pred_ids, conf, rank = d2f.confidence(with_mask, cfg, None)
-    for got, key in ((pred_ids, "token"), (conf, "confidence"), (rank, "rank_score")):
-        torch.testing.assert_close(got, TENSORS[f"confidence/{case['index']}/{key}"], rtol=0, atol=1e-5)
+    got = d2f.propose(with_mask, cfg, None)
+    for tensor, key in zip(got, ("token", "confidence", "rank_score")):
+        torch.testing.assert_close(tensor, TENSORS[f"confidence/{case['index']}/{key}"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES["data"], ids=lambda case: case["backbone"])
@@ -74,101 +84,98 @@ def test_data(case):
 def training_case(case):
     """(cfg, inputs, tensors of the case) with the published draws replayed."""
     t = {key.split("/")[-1]: value for key, value in TENSORS.items() if key.startswith(f"train/{case['id']}/")}
-    cfg = config(block_size=case["block_size"], shifted=CASES["meta"]["shifted"][case["backbone"]],
+    cfg = config(block_size=case["block_size"], shifted=META["shifted"][case["backbone"]],
                  objective=case["objective"])  # fmt: skip
-    batch = [
-        {"prompt_ids": ids[:P], "answer_ids": ids[P:]}
-        for ids, P in zip(t["input_ids"].tolist(), t["prompt_lens"].tolist())
-    ]
+    lengths = zip(t["input_ids"].tolist(), t["prompt_lens"].tolist())
+    batch = [{"prompt_ids": ids[:P], "answer_ids": ids[P:]} for ids, P in lengths]
     draws = {key: t[key] for key in ("u_first", "u_increment", "u_token")}
     return cfg, d2f.make_training_inputs(batch, draws, cfg), t
 
 
 @pytest.mark.parametrize("case", CASES["train"], ids=case_ids(CASES["train"]))
 def test_training(case):
+    """Inputs, mask, logits, terms, both directions of the divergence, weighted and not, gradients."""
     cfg, inputs, t = training_case(case)
     B, L = t["input_ids"].shape
+    shift = int(cfg.shifted)
     assert torch.equal(inputs["input_ids"], t["noisy_ids"])
     is_masked = inputs["labels"] != -100
-    at_token = is_masked.roll(int(cfg.shifted), 1)
+    at_token = is_masked.roll(shift, 1)
     assert torch.equal(at_token, t["masked"]) and at_token.sum() == case["n_masked"]
     assert torch.equal(inputs["labels"][is_masked], t["input_ids"][t["masked"]])
-    mask = dense(block_causal(cfg.block_size, inputs["prompt_lens"]), B, L, L)[:, 0]
+    mask = dense(block_causal(cfg.block_size, inputs["prompt_lens"]), B, L, L)
     if "attention_mask" in t:
-        assert torch.equal(mask, t["attention_mask"])
+        assert torch.equal(mask[:, 0], t["attention_mask"])
 
     model = student(case["backbone"], case["adapter"] == "zero")
-    positions = torch.arange(L).expand(B, L)
-    hidden = walk(model, inputs["input_ids"], positions, mask[:, None], project=d2f.adapted)
-    teacher_hidden = walk(model, inputs["input_ids"], positions, dense(full(), 1, L, L))
-    terms = d2f.token_distances(model, hidden, teacher_hidden, inputs["labels"], cfg)
-    torch.testing.assert_close(terms.roll(int(cfg.shifted), 1), t["token_ce"], rtol=1e-5, atol=1e-5)
+    hidden = hidden_states(model, inputs["input_ids"], mask, project=d2f.adapted)
+    teacher_hidden = hidden_states(model, inputs["input_ids"], dense(full(), 1, L, L))
+    terms = d2f.token_distances(model.lm_head, hidden, teacher_hidden, inputs["labels"], cfg)
+    torch.testing.assert_close(terms.roll(shift, 1), t["token_ce"], rtol=1e-5, atol=1e-5)
     assert terms.sum().item() / case["n_masked"] == pytest.approx(case["mean_ce_unweighted"], abs=1e-5)
     for key, rows in (("student_logits", hidden), ("teacher_logits", teacher_hidden)):
         if key in t:
             logits = model.lm_head(rows)
-            shift = int(cfg.shifted)
             torch.testing.assert_close(logits[:, : L - shift], t[key][:, shift:], rtol=1e-4, atol=1e-4)
 
-    loss = d2f.training_loss(model, inputs, cfg)[0].item()
-    assert loss == pytest.approx(case["loss"], rel=1e-5)
-    unweighted = dataclasses.replace(cfg, weighted=False)
-    inputs |= {"weights": is_masked / is_masked.sum()}
-    assert d2f.training_loss(model, inputs, unweighted)[0].item() == pytest.approx(case["mean_ce_unweighted"], abs=1e-5)
+    flat = inputs | {"weights": is_masked / case["n_masked"]}
+    assert d2f.training_loss(model, flat, cfg)[0].item() == pytest.approx(case["mean_ce_unweighted"], abs=1e-5)
+    if "derived" in case:
+        derived = case["derived"]
+        kl = d2f.training_loss(model, inputs, cfg)[0].item() - derived["mean_teacher_entropy_weighted"]
+        assert kl == pytest.approx(derived["kl_teacher_student_weighted"], abs=1e-5)
+        reverse = dataclasses.replace(cfg, objective="reverse")
+        for x, key in ((inputs, "kl_student_teacher_weighted"), (flat, "kl_student_teacher_unweighted")):
+            assert d2f.training_loss(model, x, reverse)[0].item() == pytest.approx(derived[key], abs=1e-5)
 
-
-@pytest.mark.parametrize("case", [c for c in CASES["train"] if "derived" in c], ids=lambda case: case["id"])
-def test_both_kl_directions(case):
-    cfg, inputs, t = training_case(case)
-    model = student(case["backbone"], case["adapter"] == "zero")
-    derived = case["derived"]
-    flat = inputs | {"weights": (inputs["labels"] != -100) / case["n_masked"]}
-    soft = d2f.training_loss(model, inputs, cfg)[0].item()
-    kl = soft - derived["mean_teacher_entropy_weighted"]
-    assert kl == pytest.approx(derived["kl_teacher_student_weighted"], abs=1e-5)
-    reverse = dataclasses.replace(cfg, objective="reverse")
-    for x, key in ((inputs, "kl_student_teacher_weighted"), (flat, "kl_student_teacher_unweighted")):
-        assert d2f.training_loss(model, x, reverse)[0].item() == pytest.approx(derived[key], abs=1e-5)
-
-
-@pytest.mark.parametrize("case", CASES["train"], ids=case_ids(CASES["train"]))
-def test_gradients(case):
-    cfg, inputs, _ = training_case(case)
-    model = student(case["backbone"], case["adapter"] == "zero").requires_grad_(True)
-    d2f.training_loss(model, inputs, cfg)[0].backward()
+    loss, _ = d2f.training_loss(model.requires_grad_(True), inputs, cfg)
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
     grads = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    lora = {}
-    for key in case["grad_norm_lora"]:
-        match = d2f.PEFT_KEY.fullmatch(key)
-        name = match[3].replace("attn_out", "o_proj")
-        lora[key] = f"model.layers.{match[1] or match[2]}.self_attn.{name}.lora_{match[4]}"
-    for key, want in case["grad_norm_lora"].items():
-        assert grads[lora[key]].norm().item() == pytest.approx(want, rel=1e-4, abs=1e-6), key
-    for key, want in case["grad_norm_full"].items():
+    lora = {d2f.as_llama(key.removeprefix("base_model.model.")).removesuffix(".weight"): want
+            for key, want in case["grad_norm_lora"].items()}  # fmt: skip
+    assert set(grads) == {*lora, *case["grad_norm_full"]}
+    for key, want in (lora | case["grad_norm_full"]).items():
         assert grads[key].norm().item() == pytest.approx(want, rel=1e-4, abs=1e-6), key
-    assert set(grads) == set(lora.values()) | set(case["grad_norm_full"])
-    total = torch.stack([grads[name].norm() for name in lora.values()]).norm().item()
+    total = torch.stack([grads[name].norm() for name in lora]).norm().item()
     assert total == pytest.approx(case["grad_norm_lora_total"], rel=1e-4)
     if case["adapter"] == "zero":  # B = 0: no gradient reaches A, one reaches B
-        assert all((grads[name].norm() == 0) == name.endswith("lora_A") for name in lora.values())
+        assert all((grads[name].norm() == 0) == name.endswith("lora_A") for name in lora)
 
 
 def decode_config(case):
-    names = ("tau_add", "tau_act", "tau_conf", "max_new_tokens", "sampling_strategy", "temperature")
-    return config(**{name: case[name] for name in names}, decode_block_size=case["block_size"],
-                  top_p=case["top_p"] or 1.0, shifted=CASES["meta"]["shifted"][case["backbone"]])  # fmt: skip
+    """The published code rounds the budget down to whole blocks."""
+    names = ("tau_add", "tau_act", "tau_conf", "sampling_strategy", "temperature")
+    B = case["block_size"]
+    return config(**{name: case[name] for name in names}, max_new_tokens=case["max_new_tokens"] // B * B,
+                  decode_block_size=B, shifted=META["shifted"][case["backbone"]], top_p=case["top_p"] or 1.0)
 
 
 @pytest.mark.parametrize("case", CASES["decode"], ids=case_ids(CASES["decode"]))
 def test_decode(case):
+    P, B = len(case["prompt_ids"]), case["block_size"]
     seq_ids, record = d2f.generate(student(case["backbone"]), torch.tensor([case["prompt_ids"]]), decode_config(case))
     assert seq_ids[0].tolist() == case["prompt_ids"] + case["output_ids"]
-    assert record["forwards"] == case["n_forwards"] == len(record["passes"])
+    assert record["forwards"] == record["rounds"] == case["n_forwards"] == len(record["passes"])
     assert record["passes"] == case["trace"]
+    response, cached, places = {}, 0, []  # and the passes add up
+    for number, one in enumerate(record["passes"]):
+        assert one["cache_len"] == cached
+        committed = range(cached - P, cached - P + one["n_commit"])
+        assert one["n_commit"] == P if number == 0 else one["n_commit"] % B == 0
+        assert all(i in response for i in committed if i >= 0), "a mask was committed"
+        cached += one["n_commit"]
+        assert (one["n_input"] + one["cache_len"] - P) % B == 0
+        assert one["revealed"], "a pass without a new token"
+        response |= {i: token for i, token in one["revealed"]}
+        places += [i for i, _ in one["revealed"]]
+        assert all(record["fixed_round"][i] == number for i, _ in one["revealed"])
+    assert sorted(places) == list(range(seq_ids.shape[1] - P)), "each place is fixed once"
+    assert [response[i] for i in range(len(response))] == seq_ids[0, P:].tolist()
 
 
-# ----------------------------------------------------------------------------------------------------- noise and losses
+# ---------------------------------------------------------------------------------------------- noise and losses
 
 
 def test_mask_is_the_rule_of_blocks_counted_from_the_prompts_end():
@@ -177,21 +184,18 @@ def test_mask_is_the_rule_of_blocks_counted_from_the_prompts_end():
         for row, P in zip(got, prompts):
             blk = [-1 if i < P else (i - P) // B for i in range(L)]
             assert row == [[blk[j] <= blk[i] for j in range(L)] for i in range(L)]
-    one_block = dense(block_causal(16, torch.tensor([2])), 1, 9, 9)[0, 0]
-    assert one_block[2:].all() and not one_block[:2, 2:].any() and one_block[:2, :2].all()
-    assert torch.equal(dense(block_causal(1, torch.tensor([3])), 1, 7, 7)[0, 0, 3:], torch.ones(7, 7).tril().bool()[3:])
 
 
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_a_block_does_not_see_what_comes_behind_it(backbone):
     """Nor does the prediction of the first token of a block see its block, where the backbone is shifted."""
     model, P, B, L, b = student(backbone), 5, 4, 17, 1
+    shift = int(META["shifted"][backbone])
     ids = torch.randint(0, 150, (1, L), generator=torch.Generator().manual_seed(0))
-    mask, positions = dense(block_causal(B, torch.tensor([P])), 1, L, L), torch.arange(L)[None]
+    mask = dense(block_causal(B, torch.tensor([P])), 1, L, L)
 
     def predictions(ids):  # (L, V), each at the place that it predicts
-        logits = model.lm_head(walk(model, ids, positions, mask, project=d2f.adapted))[0]
-        return logits.roll(1, 0) if CASES["meta"]["shifted"][backbone] else logits
+        return model.lm_head(hidden_states(model, ids, mask, project=d2f.adapted))[0].roll(shift, 0)
 
     first = P + b * B
     before = predictions(ids)
@@ -200,7 +204,7 @@ def test_a_block_does_not_see_what_comes_behind_it(backbone):
         changed[0, i] = (ids[0, i] + 1) % 150
         same = (predictions(changed) == before).all(dim=1)[1:]
         end = first + (i - first) // B * B  # the first place of the changed token's block
-        assert same[: end - 1 + CASES["meta"]["shifted"][backbone]].all() and not same[end:].any()
+        assert same[: end - 1 + shift].all() and not same[end:].any()
 
 
 def rows_of(lengths, seed=0):
@@ -224,6 +228,8 @@ def test_noise(schedule):
         assert ids == [IDS["mask"] if m else c for m, c in zip(masked, clean)] and not any(masked[:P])
     assert 0.2 < is_masked[:, -10:].float().mean() < 0.7
     assert torch.equal(inputs["weights"] > 0, is_masked)
+    flat = d2f.make_training_inputs(batch, draws, dataclasses.replace(cfg, weighted=False))
+    assert flat["weights"].sum().item() == pytest.approx(1) and len(flat["weights"].unique()) == 2
     again = d2f.draw_noise(batch, cfg, torch.Generator().manual_seed(0))
     assert all(torch.equal(again[key], draws[key]) for key in draws)
 
@@ -239,55 +245,25 @@ def test_nothing_masked_gives_a_zero_loss_and_zero_gradients():
 
 
 @pytest.mark.parametrize("objective", ["soft", "reverse", "hard"])
-def test_loss_in_chunks_equals_the_plain_formula(objective):
-    """The formula over whole logits, its gradients, the bound by the teacher's entropy."""
-    cfg, model = config(block_size=4, objective=objective, shifted=True), student("dream").requires_grad_(True)
+def test_chunks_change_neither_loss_nor_gradients(objective):
+    cfg, model = config(block_size=4, objective=objective), student("dream").requires_grad_(True)
     batch = rows_of([(3, 14), (6, 11)])
     inputs = d2f.make_training_inputs(batch, d2f.draw_noise(batch, cfg, torch.Generator().manual_seed(3)), cfg)
-    ids, labels, positions = inputs["input_ids"], inputs["labels"], torch.arange(17).expand(2, 17)
     mask = dense(block_causal(4, inputs["prompt_lens"]), 2, 17, 17)
-    hidden = walk(model, ids, positions, mask, project=d2f.adapted)
-    with torch.no_grad():
-        teacher_hidden = walk(model, ids, positions, dense(full(), 1, 17, 17))
-        t = model.lm_head(teacher_hidden).log_softmax(-1)
-    s = model.lm_head(hidden).log_softmax(-1)
-    plain = {
-        "soft": -(t.exp() * s).sum(-1),
-        "reverse": (s.exp() * (s - t)).sum(-1),
-        "hard": -s.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
-    }[objective]
-    want = (inputs["weights"] * plain).sum()
-    got = (inputs["weights"] * d2f.token_distances(model, hidden, teacher_hidden, labels, cfg, chunk=3)).sum()
-    torch.testing.assert_close(got, want)
-    if objective == "soft":
-        assert got > (inputs["weights"] * -(t.exp() * t).sum(-1)).sum()
+    hidden = hidden_states(model, inputs["input_ids"], mask, project=d2f.adapted)
+    teacher_hidden = hidden_states(model, inputs["input_ids"], dense(full(), 1, 17, 17)).detach()
+    args = (model.lm_head, hidden, teacher_hidden, inputs["labels"], cfg)
+    whole, parts = (d2f.token_distances(*args, chunk=chunk) for chunk in (2048, 3))
+    torch.testing.assert_close(whole, parts)
     params = list(model.parameters())
-    for a, b in zip(*(torch.autograd.grad(x, params, retain_graph=True) for x in (got, want))):
+    for a, b in zip(*(torch.autograd.grad(x.sum(), params, retain_graph=True) for x in (whole, parts))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_adapt_trains_every_weight_on_the_data_with_full_attention():
-    model, cfg = prepare(load_backbone(FOLDER / "model")), config(shifted=True)
-    batch = rows_of([(3, 14), (6, 11)])
-    draws = d2f.draw_adapt_noise(batch, cfg, torch.Generator().manual_seed(0))
-    inputs = d2f.make_adapt_inputs(batch, draws | {"u_row": torch.ones(2)}, cfg)  # t = 1: the mean over the response
-    assert (inputs["labels"] != -100).sum() == 25
-    loss, _ = d2f.adapt_to_diffusion(model, inputs, cfg)
-    logits = model.lm_head(walk(model, inputs["input_ids"], torch.arange(17).expand(2, 17), dense(full(), 1, 17, 17)))
-    clean = torch.tensor([row["prompt_ids"] + row["answer_ids"] for row in batch])
-    nll = -logits[:, :-1].log_softmax(-1).gather(-1, clean[:, 1:, None])[..., 0]
-    response = torch.arange(1, 17) >= torch.tensor([[3], [6]])
-    torch.testing.assert_close(loss, nll[response].mean())
-    loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-# ------------------------------------------------------------------------------------------------------------ decoding
+# ------------------------------------------------------------------------------------------------------ decoding
 
 
 def random_model(seed=0, **kwargs):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     sizes = dict(vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, pad_token_id=None, initializer_range=0.5)  # fmt: skip
@@ -297,28 +273,8 @@ def random_model(seed=0, **kwargs):
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.parametrize("case", CASES["decode"], ids=case_ids(CASES["decode"]))
-def test_passes_add_up(case):
-    cfg, P, B = decode_config(case), len(case["prompt_ids"]), case["block_size"]
-    seq_ids, record = d2f.generate(student(case["backbone"]), torch.tensor([case["prompt_ids"]]), cfg)
-    response, cached, places = {}, 0, []
-    for turn, one in enumerate(record["passes"]):
-        assert one["cache_len"] == cached
-        committed = range(cached - P, cached - P + one["n_commit"])
-        assert one["n_commit"] == P if turn == 0 else one["n_commit"] % B == 0
-        assert all(i in response for i in committed if i >= 0), "a mask was committed"
-        cached += one["n_commit"]
-        assert (one["n_input"] + one["cache_len"] - P) % B == 0
-        assert one["revealed"], "a pass without a new token"
-        response |= {i: token for i, token in one["revealed"]}
-        places += [i for i, _ in one["revealed"]]
-        assert all(record["fixed_round"][i] == turn for i, _ in one["revealed"])
-    assert sorted(places) == list(range(seq_ids.shape[1] - P)), "each place is fixed once"
-    assert [response[i] for i in range(len(response))] == seq_ids[0, P:].tolist()
-
-
 def uncached(model, prompt_ids, cfg):
-    """The decoding rule once more, from the specification, with all tokens recomputed in every pass and no cache."""
+    """The decoding rule once more, from the specification, with all recomputed in every pass and no cache."""
     P, B, M = prompt_ids.shape[1], cfg.decode_block_size, cfg.mask_id
     x, is_full, stop, all_logits = prompt_ids[0].tolist(), [], False, []
     while True:
@@ -329,9 +285,8 @@ def uncached(model, prompt_ids, cfg):
         is_full = [flag or progress[b] >= cfg.tau_act for b, flag in enumerate(is_full)]
         if M not in x[P:]:
             return x, all_logits
-        L = len(x)
-        mask = dense(block_causal(B, torch.tensor([P])), 1, L, L)
-        logits = model.lm_head(walk(model, torch.tensor([x]), torch.arange(L)[None], mask, project=d2f.adapted))[0]
+        mask = dense(block_causal(B, torch.tensor([P])), 1, len(x), len(x))
+        logits = model.lm_head(hidden_states(model, torch.tensor([x]), mask, project=d2f.adapted))[0]
         all_logits.append(logits)
         probs = (logits.roll(1, 0) if cfg.shifted else logits).index_fill(1, torch.tensor(M), -torch.inf).softmax(-1)
         for b, block in enumerate(blocks):
@@ -348,8 +303,7 @@ class Watched(d2f.Decoder):
     """A Decoder that keeps what it returned. stale: commit what the pass before had written, masks in its input."""
 
     def __init__(self, model, room, stale=False):
-        d2f.merge_adapter(model)
-        super().__init__(model, room, compiled=False, project=d2f.merged)
+        super().__init__(model, room, project=d2f.adapted)
         self.outputs, commit, cache = [], self.kv_cache.commit, self.kv_cache
 
         def stale_commit(n):
@@ -363,25 +317,26 @@ class Watched(d2f.Decoder):
         if stale:
             cache.commit = stale_commit
 
-    def __call__(self, ids, *args, read):
+    def __call__(self, *args):
         self.before = [[tensor.clone() for tensor in layer] for layer in self.kv_cache.layers]
-        self.outputs.append(super().__call__(ids, *args).clone())
-        return read[0](self.outputs[-1], ids, *read[1:])
+        self.outputs.append(super().__call__(*args).clone())
+        return self.outputs[-1]
 
 
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
+@pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("tau_add, tau_act, tau_conf", [(0.1, 0.95, 0.9), (0.5, 0.5, 0.7), (0, 0.25, 0.3)])
 def test_cached_equals_uncached_and_a_stale_commit_does_not(backbone, tau_add, tau_act, tau_conf):
     model, errors = student(backbone), []
     cfg = config(tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf, decode_block_size=4, max_new_tokens=24,
-                 shifted=CASES["meta"]["shifted"][backbone], eos_id=-1)  # fmt: skip
+                 shifted=META["shifted"][backbone], eos_id=None)  # fmt: skip
     want, want_logits = uncached(model, PROMPT, cfg)
     for stale in (False, True):
         decoder = Watched(model, 29, stale)
         seq_ids, record = d2f.generate(model, PROMPT, cfg, decoder)
-        pairs = zip(decoder.outputs, record["passes"], want_logits)
-        gaps = [(out[0] - logits[one["cache_len"] :][: out.shape[1]]).abs().max().item() for out, one, logits in pairs
-                if out.shape[1] == len(logits) - one["cache_len"]]  # fmt: skip
+        outputs = [model.lm_head(hidden)[0] for hidden in decoder.outputs]
+        gaps = [(out - logits[one["cache_len"] :]).abs().max().item()
+                for out, one, logits in zip(outputs, record["passes"], want_logits)
+                if len(out) == len(logits) - one["cache_len"]]  # fmt: skip
         errors.append(max(gaps))
         assert stale or (seq_ids[0].tolist() == want and len(gaps) == len(want_logits) == record["forwards"])
     assert errors[0] < 1e-4 and errors[1] > 1e-2
@@ -394,7 +349,7 @@ def test_cached_equals_uncached_and_a_stale_commit_does_not(backbone, tau_add, t
 def test_forward_count_in_closed_form(B, blocks, tau_add, tau_act, shifted):
     """Nothing is confident enough: each fully active block gains one token a pass, whatever the model."""
     cfg = config(decode_block_size=B, max_new_tokens=B * blocks, tau_add=tau_add, tau_act=tau_act, tau_conf=1.0,
-                 eos_id=-1, shifted=shifted)  # fmt: skip
+                 eos_id=None, shifted=shifted)  # fmt: skip
     d = next(n for n in range(1, B + 1) if n / B >= max(tau_act, tau_add))
     for seed in range(2):
         seq_ids, record = d2f.generate(random_model(seed, initializer_range=0.02), PROMPT, cfg)
@@ -403,17 +358,58 @@ def test_forward_count_in_closed_form(B, blocks, tau_add, tau_act, shifted):
 
 def test_limits_of_the_thresholds():
     model = random_model()
-    cfg = config(decode_block_size=4, max_new_tokens=14, eos_id=-1, tau_conf=1.0, tau_add=1.0)
-    seq_ids, record = d2f.generate(model, PROMPT, cfg)
+    cfg = config(decode_block_size=4, max_new_tokens=10, eos_id=None, tau_conf=1.0, tau_add=1.0)
+    _, record = d2f.generate(model, PROMPT, cfg)
     assert record["forwards"] == 12 and all(len(one["revealed"]) == 1 for one in record["passes"])
     order = [one["revealed"][0][0] // 4 for one in record["passes"]]
-    assert order == sorted(order) and seq_ids.shape[1] == 17, "block after block, whole blocks only"
+    assert order == sorted(order), "block after block"
     _, record = d2f.generate(model, PROMPT, dataclasses.replace(cfg, decode_block_size=1, max_new_tokens=6))
     assert [one["revealed"][0][0] for one in record["passes"]] == list(range(6)), "blocks of one: left to right"
     _, record = d2f.generate(model, PROMPT, dataclasses.replace(cfg, tau_conf=-1.0, tau_add=0.0))
     assert [len(one["revealed"]) for one in record["passes"]] == [4, 4, 4], "all at once, one unfinished block a time"
-    seq_ids, record = d2f.generate(model, PROMPT, dataclasses.replace(cfg, max_new_tokens=3))
-    assert torch.equal(seq_ids, PROMPT) and record["forwards"] == 0 and record["fixed_round"] == []
+    for name in ("tau_add", "tau_act"):
+        with pytest.raises(ValueError, match="at most 1"):
+            d2f.generate(model, PROMPT, dataclasses.replace(cfg, **{name: 1.1}))
+
+
+@pytest.mark.parametrize("run", [d2f.generate, d2f.generate_vanilla])
+@pytest.mark.parametrize("B, wanted, written", [(32, 20, 32), (4, 10, 12), (4, 12, 12), (1, 3, 3)])
+def test_at_least_max_new_tokens_are_written(run, B, wanted, written):
+    cfg = config(decode_block_size=B, max_new_tokens=wanted, eos_id=None)
+    seq_ids, record = run(random_model(), PROMPT, cfg)
+    assert seq_ids.shape[1] == 5 + written == 5 + len(record["fixed_round"]) and torch.equal(seq_ids[:, :5], PROMPT)
+    assert sorted(set(record["fixed_round"])) == list(range(record["rounds"]))
+
+
+DECODING = """max_new_tokens decode_block_size tau_add tau_act tau_conf temperature top_p top_k sampling_strategy
+    shifted mask_id eos_id vocab_len""".split()
+
+
+def test_generate_reads_settings_of_decoding_alone():
+    cfg = config(decode_block_size=4, max_new_tokens=12, eos_id=7, vocab_len=158)
+    for run in (d2f.generate, d2f.generate_vanilla):
+        bare = types.SimpleNamespace(**{name: getattr(cfg, name) for name in DECODING})
+        assert torch.equal(run(student("dream"), PROMPT, bare)[0], run(student("dream"), PROMPT, cfg)[0])
+    assert all(name in d2f.generate.__doc__ for name in DECODING)
+
+
+def test_a_list_of_eos_ids_ends_at_each_and_none_at_no_token():
+    """An EOS stops the appending; every block that is there is finished."""
+    model = random_model()
+    cfg = config(decode_block_size=4, max_new_tokens=40, eos_id=None, tau_conf=0.2)
+    free, record = d2f.generate(model, PROMPT, cfg)
+    assert free.shape[1] == 45 and len(d2f.trim(free[0, 5:], cfg)) == 40
+    for eos_id in (free[0, 9].item(), [159, free[0, 14].item()], [free[0, 30].item(), free[0, 14].item()]):
+        cfg.eos_id = eos_id
+        ends = torch.tensor([eos_id]).flatten()
+        first = next(number for number, one in enumerate(record["passes"])
+                     if any(token in ends for _, token in one["revealed"]))  # fmt: skip
+        seq_ids, got = d2f.generate(model, PROMPT, cfg)
+        assert got["passes"][: first + 1] == record["passes"][: first + 1]
+        before = record["passes"][first]
+        assert seq_ids.shape[1] == before["cache_len"] + before["n_input"], "no block is appended after it"
+        text = d2f.trim(seq_ids[0, 5:], cfg)
+        assert text[-1] in ends and not any(token in ends for token in text[:-1])
 
 
 def test_select_semi_active_blocks_take_only_what_is_confident():
@@ -428,126 +424,137 @@ def test_select_semi_active_blocks_take_only_what_is_confident():
 def test_neither_the_mask_nor_a_row_without_a_token_is_ever_written(run):
     model = random_model()
     model.lm_head.register_forward_hook(lambda _, args, out: out.index_fill(-1, torch.tensor([155, 159]), 50.0))
-    cfg = config(decode_block_size=4, max_new_tokens=12, mask_id=155, eos_id=-1, tau_conf=0.05)
-    cfg.vocab_len = 158
+    cfg = config(decode_block_size=4, max_new_tokens=12, mask_id=155, eos_id=None, tau_conf=0.05, vocab_len=158)
+    prompt_ids = torch.tensor([[7, 155, 9, 2, 2]])  # a prompt may hold the mask token
     for temperature in (0.0, 1.0):
         cfg.temperature = temperature
-        seq_ids, record = run(model, PROMPT, cfg, None, torch.Generator().manual_seed(0))
+        seq_ids, record = run(model, prompt_ids, cfg, None, torch.Generator().manual_seed(0))
         new = seq_ids[0, 5:]
+        assert torch.equal(seq_ids[:, :5], prompt_ids)
         assert len(new) == 12 and (new < 158).all() and (new != 155).all() and record["forwards"] == record["rounds"]
-
-
-def test_eos_stops_appending_but_every_block_is_finished():
-    model = random_model()
-    model.lm_head.register_forward_hook(lambda _, args, out: out.index_fill(-1, torch.tensor([158]), 50.0))
-    cfg = config(decode_block_size=4, max_new_tokens=40, tau_add=0.1)
-    seq_ids, _ = d2f.generate(model, PROMPT, cfg)
-    assert seq_ids[0, 5:].tolist() == [158] * 4
-    assert d2f.trim(seq_ids[0, 5:], cfg) == [158]
-
-
-def test_a_prompt_may_hold_the_mask_token():
-    model, cfg = random_model(), config(decode_block_size=4, max_new_tokens=8, eos_id=-1)
-    prompt_ids = torch.tensor([[7, IDS["mask"], 9]])
-    seq_ids, _ = d2f.generate(model, prompt_ids, cfg)
-    assert torch.equal(seq_ids[:, :3], prompt_ids) and (seq_ids[:, 3:] != IDS["mask"]).all()
 
 
 def test_temperature_draws_from_the_tempered_softmax_and_zero_is_argmax():
     logits, n = torch.tensor([[1.0, 0.0, -1.0, 2.0, 5.0]]), 40000
     cfg = config(mask_id=4, temperature=0.7)
-    want = (logits[0, :4].double() / 0.7).softmax(-1)
-    pred_ids, conf, _ = d2f.confidence(logits.repeat(n, 1), cfg, torch.Generator().manual_seed(0))
-    counts = pred_ids.bincount(minlength=5) / n
-    torch.testing.assert_close(counts[:4].double(), want, atol=0.01, rtol=0)
-    torch.testing.assert_close(conf.double(), want[pred_ids])
-    cfg = config(mask_id=4, temperature=0.7, top_p=0.9)  # the best holds 0.76, the two best 0.95
-    pred_ids, conf, _ = d2f.confidence(logits.repeat(n, 1), cfg, torch.Generator().manual_seed(0))
+    want = (logits[0, :4] / 0.7).softmax(-1)
+    pred_ids, conf, _ = d2f.propose(logits.repeat(n, 1), cfg, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(pred_ids.bincount(minlength=5)[:4] / n, want, atol=0.01, rtol=0)
+    torch.testing.assert_close(conf, want[pred_ids])
+    cfg.top_p = 0.9  # the best has 0.76, the two best 0.95
+    pred_ids, conf, _ = d2f.propose(logits.repeat(n, 1), cfg, torch.Generator().manual_seed(0))
     assert pred_ids.unique().tolist() == [0, 3] and conf.unique().sum().item() == pytest.approx(1)
-    pred_ids, conf, _ = d2f.confidence(logits.repeat(3, 1), config(mask_id=4, temperature=1e-39), None)
-    assert pred_ids.tolist() == [3, 3, 3] and conf.tolist() == [1, 1, 1]
-    four = torch.tensor([[0.0, 0.0, 0.0, 0.0, 9.0]])  # mass in front of them: 0, 0.25, 0.5, 0.75
+    four = torch.tensor([[0.0, 0.0, 0.0, 0.0, 9.0]])  # mass before them: 0, 0.25, 0.5, 0.75
     for top_p, kept in ((0.2, 1), (0.25, 2), (0.5, 3), (0.75, 4)):
-        assert d2f.confidence(four, config(mask_id=4, top_p=top_p), None)[1].item() == pytest.approx(1 / kept)
-    model = random_model(initializer_range=0.02)
-    cfg = config(decode_block_size=4, max_new_tokens=12, eos_id=-1)
-    texts = [d2f.generate(model, PROMPT, cfg, None, torch.Generator().manual_seed(s))[0].tolist() for s in (1, 2)]
-    assert texts[0] == texts[1]
-    cfg.temperature = 1.0
-    texts = [d2f.generate(model, PROMPT, cfg, None, torch.Generator().manual_seed(s))[0].tolist() for s in (1, 2, 1)]
-    assert texts[0] == texts[2] != texts[1]
+        assert d2f.propose(four, config(mask_id=4, top_p=top_p), None)[1].item() == pytest.approx(1 / kept)
+    model, texts = random_model(initializer_range=0.02), {}
+    for temperature, seed in ((0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)):
+        cfg = config(decode_block_size=4, max_new_tokens=12, eos_id=None, temperature=temperature)
+        runs = [d2f.generate(model, PROMPT, cfg, None, torch.Generator().manual_seed(seed))[0].tolist() for _ in "ab"]
+        assert runs[0] == runs[1]
+        texts[temperature, seed] = runs[0]
+    assert texts[0.0, 1] == texts[0.0, 2] and texts[1.0, 1] != texts[1.0, 2]
 
 
 def test_vanilla_is_the_teacher_with_full_attention_and_without_the_adapter():
-    model, cfg = student("dream"), config(decode_block_size=4, max_new_tokens=10, shifted=True)
+    model, cfg = student("dream"), config(decode_block_size=4, max_new_tokens=8, shifted=True)
     seq_ids, record = d2f.generate_vanilla(model, PROMPT, cfg)
-    bare = prepare(load_backbone(FOLDER / CASES["meta"]["model_dir"]["dream"]))
+    bare = load_backbone(FOLDER / META["model_dir"]["dream"])
     x = torch.cat([PROMPT, torch.full((1, 8), cfg.mask_id)], dim=1)
-    for turn in range(8):
-        logits = bare.lm_head(walk(bare, x, torch.arange(13)[None], dense(full(), 1, 13, 13)))[0].roll(1, 0)
+    for number in range(8):
+        logits = bare.lm_head(hidden_states(bare, x, dense(full(), 1, 13, 13)))[0].roll(1, 0)
         probs = logits.index_fill(1, torch.tensor(cfg.mask_id), -torch.inf).softmax(-1)
-        block = range(5 + turn // 4 * 4, 9 + turn // 4 * 4)
+        block = range(5 + number // 4 * 4, 9 + number // 4 * 4)
         best = max((i for i in block if x[0, i] == cfg.mask_id), key=lambda i: probs[i].max().item())
         x[0, best] = probs[best].argmax()
-        assert record["fixed_round"][best - 5] == turn
+        assert record["fixed_round"][best - 5] == number
     assert torch.equal(seq_ids, x) and record["forwards"] == 8
 
 
 def test_one_decoder_for_many_prompts():
     model, cfg = student("llada"), config(decode_block_size=8, max_new_tokens=24, shifted=False)
-    decoder = d2f.new_decoder(model, 9, cfg)
+    decoder = d2f.Decoder(model, 33, project=d2f.adapted)
     for prompt in (PROMPT, torch.tensor([[9, 8, 7, 6, 5, 4, 3, 2, 1]]), PROMPT[:, :1]):
         alone, shared = d2f.generate(model, prompt, cfg), d2f.generate(model, prompt, cfg, decoder)
         assert torch.equal(alone[0], shared[0]) and alone[1] == shared[1]
     for prompt in (PROMPT.repeat(2, 1), PROMPT[:, :0]):
-        for run in (d2f.generate, d2f.generate_vanilla):
-            with pytest.raises(ValueError, match="one prompt"):
-                run(model, prompt, cfg)
+        with pytest.raises(ValueError, match="one prompt"):
+            d2f.generate(model, prompt, cfg)
 
 
-# ---------------------------------------------------------------------------------------------------- LoRA and layouts
+def test_layers_run_on_uncached_rows_and_the_head_on_masked_ones():
+    for backbone in BACKBONES:
+        model, rows = student(backbone), []
+        cfg = config(decode_block_size=4, max_new_tokens=24, shifted=META["shifted"][backbone], eos_id=None)
+        hook = model.lm_head.register_forward_hook(lambda _, args, out: rows.append(len(out)))
+        _, record = d2f.generate(model, PROMPT, cfg, decoder := Watched(model, 29))
+        hook.remove()
+        left, total = [], 0
+        for one in record["passes"]:
+            total = one["cache_len"] + one["n_input"] - 5
+            left.append(total - sum(len(earlier["revealed"]) for earlier in record["passes"][: len(left)]))
+        assert rows == left
+        assert [out.shape[1] for out in decoder.outputs] == [one["n_input"] for one in record["passes"]]
+
+
+# ---------------------------------------------------------------------------------------------- LoRA and layouts
+
+
+def new_student(**kwargs):
+    model = random_model()
+    return d2f.attach_adapter(model, config(lora_rank=4, **kwargs), {})
 
 
 def test_a_new_adapter_changes_nothing_and_its_first_gradient_is_that_of_b():
-    model = random_model()
-    d2f.attach_adapter(model, *d2f.new_adapter(model, config(lora_rank=4, lora_alpha=8)))
-    ids, mask, positions = PROMPT, dense(full(), 1, 5, 5), torch.arange(5)[None]
-    assert torch.equal(walk(model, ids, positions, mask, project=d2f.adapted), walk(model, ids, positions, mask))
+    model, mask = new_student(lora_alpha=8), dense(full(), 1, 5, 5)
+    hidden = hidden_states(model, PROMPT, mask, project=d2f.adapted)
+    assert torch.equal(hidden, hidden_states(model, PROMPT, mask))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 4 * 2 and all("lora_" in name for name in trained)
     linear = model.model.layers[0].self_attn.k_proj
     assert linear.lora_A.shape == (4, 32) and linear.lora_B.shape == (16, 4) and not linear.lora_B.any()
-    assert linear.lora_A.abs().max() <= 32**-0.5 and linear.lora_A.std() > 0.4 * 32**-0.5
-    walk(model, ids, positions, mask, project=d2f.adapted).square().sum().backward()
+    assert linear.lora_A.abs().max() <= 32**-0.5 and linear.lora_A.std() > 0.4 * 32**-0.5 and linear.lora_scale == 2
+    hidden.square().sum().backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name)
 
 
+def test_a_model_without_weights_gets_its_adapter_where_its_weights_are():
+    """Of a process that is sent its part: the same parameters, trained and frozen alike."""
+    real, meta = new_student(), None
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(real.config)
+    d2f.attach_adapter(meta, config(lora_rank=4), {})
+    assert all(p.is_meta for p in meta.parameters())
+    names = [[(name, p.shape, p.requires_grad) for name, p in m.named_parameters()] for m in (real, meta)]
+    assert names[0] == names[1]
+
+
 def test_dropout_is_the_students_alone():
-    model = random_model()
-    d2f.attach_adapter(model, *d2f.new_adapter(model, config(lora_rank=4, lora_dropout=0.5)))
+    model = new_student(lora_dropout=0.5)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_()
     model.train()
-    args = (PROMPT, torch.arange(5)[None], dense(full(), 1, 5, 5))
-    assert torch.equal(walk(model, *args), walk(model, *args))
-    assert not torch.equal(walk(model, *args, project=d2f.adapted), walk(model, *args, project=d2f.adapted))
+    mask = dense(full(), 1, 5, 5)
+    assert torch.equal(*(hidden_states(model, PROMPT, mask) for _ in range(2)))
+    assert not torch.equal(*(hidden_states(model, PROMPT, mask, project=d2f.adapted) for _ in range(2)))
     model.train(False)
-    assert torch.equal(walk(model, *args, project=d2f.adapted), walk(model, *args, project=d2f.adapted))
+    assert torch.equal(*(hidden_states(model, PROMPT, mask, project=d2f.adapted) for _ in range(2)))
 
 
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
-def test_merged_equals_unmerged_however_often(backbone):
-    model = student(backbone)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    for _ in range(2):
-        d2f.merge_adapter(model)
-        for project in (d2f.adapted, own_projection):
-            want = walk(model, PROMPT, torch.arange(5)[None], dense(full(), 1, 5, 5), project=project)
-            got = walk(model, PROMPT, torch.arange(5)[None], dense(full(), 1, 5, 5), project=d2f.merged)
-            assert torch.allclose(got, want, atol=1e-5) == (project is d2f.adapted)
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters()), "the teacher must stay"
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_merged_equals_unmerged(backbone):
+    model, cfg = load_backbone(FOLDER / META["model_dir"][backbone]), config()
+    d2f.attach_adapter(model, cfg, d2f.read_adapter(str(FOLDER / META["adapter_dir"][backbone]), cfg))
+    mask = dense(full(), 1, 5, 5)
+    teacher = hidden_states(model, PROMPT, mask)
+    want = hidden_states(model, PROMPT, mask, project=d2f.adapted)
+    d2f.merge_adapter(model)
+    for project in (d2f.adapted, d2f.common.own_projection):
+        got = hidden_states(model, PROMPT, mask, project=project)
+        assert torch.allclose(got, want, atol=1e-5) and not torch.allclose(got, teacher, atol=1e-2)
+    assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 def copy_adapter(source, target, change=lambda config, tensors: None):
@@ -561,32 +568,18 @@ def copy_adapter(source, target, change=lambda config, tensors: None):
     return str(target)
 
 
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
-def test_adapter_written_as_it_was_read(backbone, tmp_path):
-    """Same key names, same bytes, same scale; from the checkpoint that the released adapter belongs to."""
-    source = FOLDER / CASES["meta"]["adapter_dir"][backbone]
-    model = d2f.load_backbone(native_folder(backbone, tmp_path / "native"), torch.float32)
-    d2f.attach_adapter(prepare(model), *d2f.read_adapter(str(source)))
-    (tmp_path / "written").mkdir()
-    d2f.write_adapter(model, tmp_path / "written", config(model="some/id", adapt_steps=0))
-    held, want = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "written", source))
-    assert held.keys() == want.keys() and all(torch.equal(held[key], want[key]) for key in want)
-    held, want = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "written", source))
-    for key in ("peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "fan_in_fan_out"):
-        assert held[key] == want[key]
-    assert held["target_modules"] == sorted(want["target_modules"])
+def attach_copy(tmp_path, change):
+    cfg = config()
+    name = copy_adapter(FOLDER / META["adapter_dir"]["dream"], tmp_path / "adapter", change)
+    return d2f.attach_adapter(load_backbone(FOLDER / META["model_dir"]["dream"]), cfg, d2f.read_adapter(name, cfg)), cfg
 
 
-def test_rank_stabilised_scale(tmp_path):
-    source = FOLDER / CASES["meta"]["adapter_dir"]["dream"]
-    scales = []
-    for flag in (False, True):
-        change = dict(use_rslora=flag, lora_alpha=12)
-        name = copy_adapter(source, tmp_path / str(flag), lambda config, _: config.update(change))
-        config, tensors = d2f.read_adapter(name)
-        model = d2f.attach_adapter(prepare(load_backbone(FOLDER / "model_dream")), config, tensors)
-        scales.append(model.model.layers[0].self_attn.q_proj.lora_scale)
-    assert scales == [12 / config["r"], pytest.approx(12 / config["r"] ** 0.5)]
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
+def test_rank_stabilised_scale_and_initialisations_that_leave_the_base(init, tmp_path):
+    change = dict(init_lora_weights=init, use_rslora=init is True, lora_alpha=12)
+    model, cfg = attach_copy(tmp_path, lambda config, _: config.update(change))
+    scale = 12 / cfg.lora_rank ** (0.5 if init is True else 1)
+    assert model.model.layers[0].self_attn.q_proj.lora_scale == pytest.approx(scale)
 
 
 KEY = "base_model.model.model.layers.0."
@@ -595,27 +588,34 @@ CHANGES = {
     "peft_type": lambda config, tensors: config.update(peft_type="LOHA"),
     "bias": lambda config, tensors: config.update(bias="all"),
     "rank_pattern": lambda config, tensors: config.update(rank_pattern={"q_proj": 4}),
+    "alpha_pattern": lambda config, tensors: config.update(alpha_pattern={"q_proj": 4}),
     "modules_to_save": lambda config, tensors: config.update(modules_to_save=["lm_head"]),
-    "lora_alpha": lambda config, tensors: config.update(lora_alpha=0),
-    "'r'": lambda config, tensors: config.pop("r"),
+    "layers_to_transform": lambda config, tensors: config.update(layers_to_transform=[0]),
+    "a_new_variant": lambda config, tensors: config.update(a_new_variant={"x": 1}),
+    "init_lora_weights": lambda config, tensors: config.update(init_lora_weights="pissa_niter_4"),
+    "target_modules": lambda config, tensors: config["target_modules"].append("up_proj"),
+    "see target_modules": lambda config, tensors: config["target_modules"].remove("k_proj"),
     "mlp.up_proj": lambda config, tensors: tensors.update({f"{KEY}mlp.up_proj.lora_A.weight": torch.zeros(8, 64)}),
-    "layer 0, q_proj": lambda config, tensors: tensors.pop(f"{KEY}self_attn.q_proj.lora_B.weight"),
-    "layer 9, q_proj": lambda config, tensors: tensors.update(
+    "on q_proj": lambda config, tensors: tensors.clear(),
+    "'r'": lambda config, tensors: config.pop("r"),
+    "see model.layers.": lambda config, tensors: config.update(r=config["r"] * 2),
+    "layers.0.self_attn.q_proj": lambda config, tensors: tensors.pop(f"{KEY}self_attn.q_proj.lora_B.weight"),
+    "layers.9.self_attn.q_proj": lambda config, tensors: tensors.update(
         {f"{KEY}self_attn.q_proj.lora_{X}.weight".replace(".0.", ".9."): torch.zeros(8, 8) for X in "AB"}),
-    "layer 0, k_proj": lambda config, tensors: tensors.update(
+    "layers.0.self_attn.k_proj": lambda config, tensors: tensors.update(
         {f"{KEY}self_attn.k_proj.lora_A.weight": torch.zeros(8, 63)}),
-    "see keys": lambda config, tensors: tensors.clear(),
+    "layers.1.self_attn.v_proj": lambda config, tensors: [
+        tensors.pop(f"{KEY}self_attn.v_proj.lora_{X}.weight".replace(".0.", ".1.")) for X in "AB"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("word", CHANGES)
 def test_other_adapters_are_refused_in_one_line(word, tmp_path):
-    name = copy_adapter(FOLDER / CASES["meta"]["adapter_dir"]["dream"], tmp_path / "adapter", CHANGES[word])
     with pytest.raises(ValueError, match=word) as error:
-        d2f.attach_adapter(prepare(load_backbone(FOLDER / "model_dream")), *d2f.read_adapter(name))
+        attach_copy(tmp_path, CHANGES[word])
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cannot load adapter"):
-        d2f.read_adapter(str(tmp_path / "nothing"))
+        d2f.read_adapter(str(tmp_path / "nothing"), config())
 
 
 def tokenizer_files(folder, is_dream):
@@ -629,17 +629,11 @@ def tokenizer_files(folder, is_dream):
                 "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}  # fmt: skip
         (folder / "tokenizer_config.json").write_text(json.dumps(spec))
         return
-    from transformers import PreTrainedTokenizerFast
-
     special = {"<s>": 156, "<|eot_id|>": 157, "<|endoftext|>": IDS["eos"], "<|mdm_mask|>": IDS["mask"]}
-    vocab = {f"w{i}": i for i in range(156)} | special
-    spec = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
-            "pre_tokenizer": {"type": "Whitespace"},
-            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}}  # fmt: skip
-    (folder / "raw.json").write_text(json.dumps(spec))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(156)} | special, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
     names = dict(eos_token="<|endoftext|>", bos_token="<s>", pad_token="<|endoftext|>", unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_file=str(folder / "raw.json"), **names).save_pretrained(folder)
-    (folder / "raw.json").unlink()
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
 
 
 def native_folder(backbone, folder, shards=1, **changes):
@@ -652,7 +646,7 @@ def native_folder(backbone, folder, shards=1, **changes):
     for file in ("configuration_x.py", "modeling_x.py", "tokenization_dream.py"):
         (folder / file).write_text("raise SystemExit('remote code ran')")
     if is_dream:
-        shutil.copy(FOLDER / "model_dream" / "model.safetensors", folder)
+        shutil.copy(FOLDER / META["model_dir"]["dream"] / "model.safetensors", folder)
     if shards > 1:
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
@@ -666,65 +660,70 @@ def native_folder(backbone, folder, shards=1, **changes):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_native_checkpoints_load_bit_for_bit_without_remote_code(backbone, shards, tmp_path):
-    cfg = config(mask_id=None, eos_id=None, shifted=None)
-    model, tokenizer = d2f.load(native_folder(backbone, tmp_path / "native", shards), cfg, training=False)
-    want = load_backbone(FOLDER / CASES["meta"]["model_dir"][backbone])
-    held, wanted = model.state_dict(), want.state_dict()
-    assert held.keys() == wanted.keys() and all(torch.equal(held[key], wanted[key]) for key in wanted)
+    cfg = config(mask_id=None, eos_id=None)
+    name = native_folder(backbone, tmp_path / "native", shards)
+    model, _ = d2f.load_student(name, cfg)
+    want = load_backbone(FOLDER / META["model_dir"][backbone])
+    weights = {key: tensor for key, tensor in model.state_dict().items() if "lora" not in key}
+    wanted = want.state_dict()
+    assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     for key in ("model_type", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act", "vocab_size"):
         assert getattr(model.config, key) == getattr(want.config, key), key
-    assert (cfg.mask_id, cfg.eos_id) == (IDS["mask"], IDS["eos"]) and model.config.eos_token_id == IDS["eos"]
-    d2f.enter_stage(model, d2f.METHOD, None, cfg)
-    assert cfg.shifted == CASES["meta"]["shifted"][backbone]
-    mask, positions = dense(full(), 1, 5, 5), torch.arange(5)[None]
-    assert torch.equal(walk(model, PROMPT, positions, mask), walk(prepare(want), PROMPT, positions, mask))
+    assert (cfg.mask_id, cfg.eos_id, cfg.shifted) == (IDS["mask"], IDS["eos"], META["shifted"][backbone])
+    mask = dense(full(), 1, 5, 5)
+    assert torch.equal(hidden_states(model, PROMPT, mask), hidden_states(want, PROMPT, mask))
+    assert all(p.is_meta for p in d2f.from_pretrained(name, torch.float32, meta=True).parameters())
 
 
 ODD_LLADA = dict(block_type="sequential", layer_norm_type="low_precision", alibi=True, attention_layer_norm=True,
-                 scale_logits=True, input_emb_norm=True, block_group_size=2, rope=False)  # fmt: skip
+                 scale_logits=True, input_emb_norm=True, block_group_size=2, rope=False, include_bias=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("key, value", ODD_LLADA.items())
 def test_other_llada_checkpoints_are_refused(key, value, tmp_path):
     with pytest.raises(ValueError, match=f"{key} {value!r}"):
-        d2f.load_backbone(native_folder("llada", tmp_path / "native", **{key: value}), torch.float32)
+        d2f.from_pretrained(native_folder("llada", tmp_path / "native", **{key: value}), torch.float32)
 
 
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
-def test_missing_and_unknown_tensors_are_refused(backbone, tmp_path):
-    name = native_folder(backbone, tmp_path / "native")
-    file, key = tmp_path / "native" / "model.safetensors", "model.transformer.blocks.0.ff_norm.weight"
+def test_missing_tensors_are_refused(tmp_path):
+    name = native_folder("llada", tmp_path / "native")
+    file = tmp_path / "native" / "model.safetensors"
     tensors = load_file(file)
-    key = key if backbone == "llada" else "model.layers.0.mlp.up_proj.weight"
-    save_file({k: t for k, t in tensors.items() if k != key}, file, {"format": "pt"})
+    tensors.pop("model.transformer.blocks.0.ff_norm.weight")
+    save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match="missing .*: model.layers.0"):
-        d2f.load_backbone(name, torch.float32)
-    if backbone == "llada":
-        save_file(tensors | {"model.transformer.blocks.0.extra.weight": torch.zeros(1)}, file, {"format": "pt"})
-        with pytest.raises(ValueError, match="blocks.0.extra"):
-            d2f.load_backbone(name, torch.float32)
+        d2f.from_pretrained(name, torch.float32)
 
 
-def test_llada_config_details():
-    raw = json.loads((FOLDER / "native_llada" / "config.json").read_text())
-    assert d2f.llada_to_llama(raw | {"embedding_size": None, "vocab_size": 170}, {})[0].vocab_size == 170
-    assert d2f.llada_to_llama(raw | {"embedding_size": 192}, {})[0].vocab_size == 192
-    assert d2f.llada_to_llama(raw | {"n_kv_heads": None}, {})[0].num_key_value_heads == raw["n_heads"]
-    config, _ = d2f.llada_to_llama(raw | {"vocab_size": 126464, "rope_theta": 123.0}, {})
-    assert config.eot_token_id == 126348 and config.rope_parameters["rope_theta"] == 123.0
-    assert d2f.llada_to_llama(raw, {})[0].eot_token_id is None and config.pad_token_id is None
+def test_llada_config_details(tmp_path):
+    def config_of(folder, **changes):
+        name = native_folder("llada", tmp_path / folder, **changes)
+        return d2f.from_pretrained(name, torch.float32, meta=True).config
+
+    assert config_of("a", embedding_size=None, vocab_size=170).vocab_size == 170
+    assert config_of("b", embedding_size=192).vocab_size == 192
+    heads = config_of("c", n_kv_heads=None)
+    assert heads.num_key_value_heads == heads.num_attention_heads
+    large = config_of("d", vocab_size=126464, rope_theta=123.0)
+    assert large.eot_token_id == 126348 and large.rope_parameters["rope_theta"] == 123.0
+    small = config_of("e")
+    assert small.eot_token_id is None and small.pad_token_id is None and small.shifted_logits is False
 
 
-# ---------------------------------------------------------------------------------------------------- the command line
+# ------------------------------------------------------------------------------------------------ what a run writes
 
 
 def run(*args):
     return d2f.main([str(arg) for arg in args])
 
 
-SHORT = ["--steps", 3, "--ar_steps", 2, "--adapt_steps", 2, "--batch_size", 4, "--problems", 2]
+def report(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+SHORT = ["--steps", 3, "--batch_size", 4, "--problems", 2]
 
 
 @pytest.fixture(scope="module")
@@ -734,116 +733,68 @@ def trained(tmp_path_factory):
     return out
 
 
-def report(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def texts(model, *args):
-    cfg = d2f.parse(["--model", str(model), "--problems", "2", *args])[1]
-    model, tokenizer = d2f.load(cfg.model, cfg, training=False)
-    d2f.enter_stage(model, d2f.METHOD, cfg.model, cfg)
-    prompts = [d2f.encode(tokenizer, messages)["prompt_ids"] for messages, _ in d2f.read_problems(cfg)[1]]
+def texts(folder):
+    cfg = d2f.parse(["--generate", "--model", str(folder)])[1]
+    model, tokenizer = d2f.load_student(folder, cfg)
+    prompts = [d2f.encode(tokenizer, row[0])["prompt_ids"] for row in d2f.read_data(ROOT / "tests/tiny/test.jsonl")[:3]]
     return [d2f.generate(model, torch.tensor([ids]), cfg)[0].tolist() for ids in prompts]
 
 
 def test_train_and_generate(tmp_path, capsys):
-    assert run("--train", "--generate", "--trace", *SHORT, "--out", tmp_path / "run") == 0
-    out = capsys.readouterr().out
-    assert "tiny is no diffusion LM: `adapt` makes it one" in out
-    labels = [row["label"] for row in json.loads(out.splitlines()[-1])["rows"]]
-    assert labels[0] == "d2f" and labels[1].startswith("vanilla") and labels[2] == "plain AR"
+    flags = ["--train", "--generate", "--trace", *SHORT, "--decode_block_size", 7]
+    assert run(*flags, "--out", tmp_path / "run") == 0
+    rows = report(capsys)["rows"]
+    assert [row["label"] for row in rows] == ["plain AR", "teacher, no cache", "d2f"]
+    assert rows[1]["forwards"] == 2 * 28 and all(row["new_tokens"] <= 2 * 24 for row in rows)
+    assert run("--generate", "--model", tmp_path / "run", "--baseline", "", "--prompt", "Tom has 3 pens") == 0
+    text = capsys.readouterr().out
+    assert "no plain AR" in text
+    rows = json.loads(text.splitlines()[-1])["rows"]
+    assert [row["label"] for row in rows] == ["teacher, no cache", "d2f"] and rows[0]["x_ar"] == 1
 
 
-def test_what_is_saved(trained, tmp_path):
-    """A plain Hugging Face folder without a trace of LoRA, and beside it the adapter; both load again."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
-    assert not any("lora" in key for key in load_file(trained / "model.safetensors"))
+def test_a_trained_folder_is_its_base_with_lora_tensors_beside(trained):
+    """Plain transformers loads it as the base, this script as the student."""
+    base = load_file(ROOT / "tests/tiny/dlm/model.safetensors")
+    tensors = load_file(trained / "model.safetensors")
+    lora = {key for key in tensors if ".lora_" in key}
+    assert len(lora) == 4 * 4 * 2 and lora | base.keys() == tensors.keys()
+    assert all(tensors[key].any() for key in lora), "B has left zero"
+    assert all(torch.equal(tensors[key], base[key].float()) for key in base)
+    plain, info = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and all(torch.equal(plain.state_dict()[key], base[key].float()) for key in base)
     assert plain.get_input_embeddings().weight is plain.lm_head.weight, "tied"
-    assert plain.config.shifted_logits is True and plain.config.mask_token_id == 1
-    config, tensors = d2f.read_adapter(str(trained / "adapter"))
-    assert config["r"] == d2f.Config.lora_rank and len(tensors) == 4 * 4 * 2
-    assert all(t.any() for t in tensors.values()), "B has left zero"
-    bare = tmp_path / "bare"
-    shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("adapter", "training_state*"))
-    assert texts(trained) == texts(trained) == texts(bare, "--adapter", str(trained / "adapter"))
-    assert texts(bare) != texts(trained), "the adapter counts"
+    assert plain.config.trained_with["adapter"] == ""
+    optimizer = load_file(trained / "optimizer.safetensors")
+    assert optimizer and all(".lora_" in key for key in optimizer)
+    assert texts(trained) == texts(trained) != texts(ROOT / "tests/tiny/dlm")
 
 
-def test_only_the_adapter_trains_in_the_last_stage(tmp_path):
-    assert run("--train", *SHORT, "--steps", 0, "--out", tmp_path / "teacher") == 0
-    flags = ["--train", "--model", tmp_path / "teacher", "--ar_steps", 0, "--steps", 2]
-    assert run(*flags, "--out", tmp_path / "student") == 0
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("teacher", "student"))
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    state = load_file(tmp_path / "student" / "training_state.safetensors")
-    assert state and all("lora_" in key for key in state)
-    names = [stage.name for stage in d2f.stages(d2f.Config(model=str(tmp_path / "teacher"))) if stage.steps]
-    assert names == ["d2f"], "a marked diffusion LM is not adapted again"
-
-
-def test_teacher_takes_the_place_of_adapt(trained, tmp_path, capsys):
-    assert run("--train", *SHORT, "--teacher", trained, "--out", tmp_path / "run") == 0
-    assert "adapt" not in capsys.readouterr().out
-    base, teacher = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
-    assert all(torch.equal(base[key], teacher[key]) for key in teacher)
-    state = json.loads((trained / "config.json").read_text())
-    other = tmp_path / "other"
-    shutil.copytree(trained, other)
-    (other / "config.json").write_text(json.dumps(state | {"mask_token_id": 5}))
-    assert run("--train", *SHORT, "--teacher", other, "--out", tmp_path / "refused") == 2
-    assert "another vocabulary or mask token" in capsys.readouterr().err
-
-
-def test_an_adapter_of_an_earlier_run_does_not_reach_a_later_base(trained, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(trained, out)
-    assert run("--train", *SHORT, "--steps", 0, "--out", out) == 0
-    assert (out / "adapter").exists() and d2f.saved_adapter(str(out)) == ""
-    capsys.readouterr()
-    assert run("--generate", "--model", out, "--problems", 1) == 0
-    assert "has no adapter" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("backbone", CASES["meta"]["shifted"])
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_native_checkpoint_with_released_adapter_from_the_command_line(backbone, tmp_path, capsys):
-    """Decode, train on from the adapter, save in Llama's or Qwen2's shape with the adapter's own key names."""
-    name, adapter = native_folder(backbone, tmp_path / "native"), FOLDER / CASES["meta"]["adapter_dir"][backbone]
+    """Decode, train on from the adapter, save in Llama's or Qwen2's shape, resume."""
+    name, adapter = native_folder(backbone, tmp_path / "native"), FOLDER / META["adapter_dir"][backbone]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": "a b w1 w2", "response": "c w3"}) + "\n" for _ in range(8)))
     flags = ["--model", name, "--adapter", adapter, "--max_len", 40, "--max_new_tokens", 16, "--decode_block_size", 8,
-             "--block_size", 8, "--problems", 2, "--data", data]  # fmt: skip
+             "--block_size", 8, "--problems", 2, "--data", data, "--test", data, "--batch_size", 2,
+             "--accumulation", 1]  # fmt: skip
     assert run("--generate", *flags) == 0
-    assert report(capsys)["rows"][0]["forwards"] > 0
+    assert report(capsys)["rows"][-1]["forwards"] > 0
     out = tmp_path / "out"
-    assert run("--train", "--generate", *flags, "--steps", 2, "--batch_size", 2, "--lr", 1e-2, "--out", out) == 0
-    text = capsys.readouterr().out
-    assert "adapt" not in text
-    base, want = load_file(out / "model.safetensors"), load_backbone(FOLDER / CASES["meta"]["model_dir"][backbone])
-    assert all(torch.equal(base[key], tensor) for key, tensor in want.state_dict().items())
-    held, old = (load_file(folder / "adapter_model.safetensors") for folder in (out / "adapter", adapter))
-    assert held.keys() == old.keys() and not all(torch.equal(held[key], old[key]) for key in old)
-    settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == name and settings["r"] == d2f.read_adapter(str(adapter))[0]["r"]
+    assert run("--train", "--generate", *flags, "--steps", 2, "--lr", 1e-2, "--out", out) == 0
+    tensors, want = load_file(out / "model.safetensors"), load_backbone(FOLDER / META["model_dir"][backbone])
+    assert all(torch.equal(tensors[key], tensor) for key, tensor in want.state_dict().items())
+    cfg = config()
+    released = d2f.read_adapter(str(adapter), cfg)
+    assert released.keys() == {key for key in tensors if "lora" in key}
+    assert not all(torch.equal(tensors[key], released[key]) for key in released)
+    held = json.loads((out / "config.json").read_text())["trained_with"]
+    assert (held["lora_rank"], held["lora_alpha"]) == (cfg.lora_rank, cfg.lora_alpha)
     assert texts(out) == texts(out) and run("--train", "--resume", "--steps", 3, "--out", out) == 0
 
 
-BAD = dict(tau_act=1.1, tau_add=-0.1, tau_conf="nan", block_size=0, decode_block_size=0, lora_rank=0, p_min=0,
-           p_max=1.5, schedule="linear", objective="kl", sampling_strategy="x", top_k=-1, long_rows="x", adapt_lr=0,
-           adapter="no/such", teacher="no/such")  # fmt: skip
-
-
-@pytest.mark.parametrize("name, value", BAD.items())
-def test_bad_settings_end_in_one_line(name, value, tmp_path, capsys):
-    flags = [*SHORT, "--ar_steps", 0, "--adapt_steps", 0, f"--{name}", value]
-    assert run("--train", *flags, "--out", tmp_path / "run") == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("d2f.py: ") and (name in last or str(value) in last), last
-    assert not (tmp_path / "run").exists()
-
-
-def test_rows_that_do_not_fit(tmp_path, capsys):
+def test_rows_that_do_not_fit(capsys):
     cfg = config(max_len=10)
     assert len(d2f.pad_rows(rows_of([(3, 7), (3, 8)]), cfg)) == 1 and "1 of 2 rows" in capsys.readouterr().err
     with pytest.raises(ValueError, match="max_len 10"):

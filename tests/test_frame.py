@@ -1,49 +1,40 @@
-"""The frame that all scripts share word for word: data, checkpoints, resume, bad input, the command line."""
+"""The frame that all scripts share word for word: data, saves, resume, bad input, the command line."""
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import pickle
-import random
 import re
+import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
+import types
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import common
 import pytest
 import torch
-from conftest import ROOT, TMP
-from safetensors import safe_open
+from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SCRIPTS = [name for name in ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila") if (ROOT / f"{name}.py").exists()]
-MARK = re.compile(r"^# =+ frame: ", re.MULTILINE)
+import common
+
+SCRIPTS = ("refusion",)
+MARKS = re.compile(r"^# =+ (frame: .*|main)$", re.MULTILINE)
+# what makes a run of a few steps: every script on its own tiny models
+FEW = dict(steps=3, batch_size=4, problems=2, device="cpu", dtype="float32")
 
 
-def short(script, **flags):
-    """Flags of a run of a few steps in every stage, on the built-in backbone and a few of its problems."""
-    rng, data = random.Random(0), Path(TMP.name, f"problems_{script.METHOD}.jsonl")
-    if not data.exists():
-        jsonl(data, [dict(zip(("prompt", "response"), script.problem(rng))) for _ in range(24)])
-    steps = {field.name: 2 for field in dataclasses.fields(script.Config) if field.name.endswith("_steps")}
-    flags = {
-        **steps,
-        "steps": 3,
-        "batch_size": 4,
-        "problems": 2,
-        "device": "cpu",
-        "dtype": "float32",
-        "data": data,
-        **flags,
-    }
-    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+def short(**flags):
+    return [text for name, value in {**FEW, **flags}.items() for text in (f"--{name}", str(value))]
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -54,7 +45,7 @@ def script(request):
 def run(script, *args):
     try:
         return script.main([str(arg) for arg in args])
-    except SystemExit as error:  # argparse
+    except SystemExit as error:  # argparse, and a run that was told to stop
         return error.code
 
 
@@ -64,52 +55,73 @@ def refused(script, capsys, *args, words=()):
     status = run(script, *args)
     err = capsys.readouterr().err.splitlines()
     assert status == 2 and len(err) == 1, (status, err)
+    assert err[0].startswith(f"{script.METHOD}.py: ")
     for word in words:
         assert str(word) in err[0], err[0]
     return err[0]
 
 
+def jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
 # ------------------------------------------------------------------------------------------------------------ the text
 
 
+def source_of(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
 def frame_of(name):
-    source = (ROOT / f"{name}.py").read_text()
-    return source[MARK.search(source).start() :]
+    source = source_of(name)
+    start, end = (mark.start() for mark in MARKS.finditer(source))
+    return source[start:end]
 
 
 def test_the_frame_is_the_same_text_in_every_script():
     frames = {name: frame_of(name) for name in SCRIPTS}
-    assert all(frame == frames[SCRIPTS[0]] for frame in frames.values()), [
-        n for n in SCRIPTS if frames[n] != frames[SCRIPTS[0]]
-    ]
+    assert [name for name in SCRIPTS if frames[name] != frames["refusion"]] == []
 
 
 def test_the_common_part_of_config_is_the_same(script):
     import refusion
 
     names = [field.name for field in dataclasses.fields(refusion.Config)]
-    common = names[: names.index("vocab_len") + 1]
-    assert [field.name for field in dataclasses.fields(script.Config)][: len(common)] == common
+    shared = names[: names.index("vocab_len") + 1]
+    assert [field.name for field in dataclasses.fields(script.Config)][: len(shared)] == shared
+
+
+def test_every_setting_has_its_comment_in_the_help(script, capsys):
+    assert run(script, "--help") == 0
+    text = "".join(capsys.readouterr().out.split())
+    comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(script.Config), re.M))
+    assert len(comments) >= 25 and all(
+        "".join(comment.split()) in text for name, comment in comments.items() if f"--{name}" in text
+    )
 
 
 def test_nothing_unsafe_and_no_other_package(script):
-    source = Path(script.__file__).read_text()
+    source = source_of(script.METHOD)
     assert not re.search(r"torch\.load\(|\bpickle\b|trust_remote_code\s*=\s*True|\beval\(|\bexec\(", source)
     modules = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)) - set(sys.stdlib_module_names)
-    assert modules <= {"torch", "transformers", "safetensors", "tqdm", "numpy", "common", "kernels"}
+    assert modules <= {"torch", "transformers", "safetensors", "tqdm", "numpy", "common"}
 
 
-def test_every_test_that_the_readme_names_exists():
-    """Its table of faults: words behind a letter are names of tests in the file that the letter stands for."""
-    files = dict(C="common", F="frame", R="refusion", D="d2f", V="fastdllm_v2", O="orthrus", L="codila")
-    found = {x: set(re.findall(r"^def test_(\w+)", (ROOT / "tests" / f"test_{name}.py").read_text(), re.MULTILINE))
-             for x, name in files.items()}  # fmt: skip
-    note = r"(?: \([^)]*\))?"
-    lists = rf"\b([CFRDVOL]) (\w+{note}(?:, (?![CFRDVOL] )\w+{note})*)"
-    table = (ROOT / "tests" / "README.md").read_text().partition("\n| fault |")[2].partition("\n\n")[0]
-    named = [(x, name) for x, names in re.findall(lists, table) for name in re.sub(note, "", names).split(", ")]
-    assert not [(x, name) for x, name in named if name not in found[x]]
-    assert len(named) > 100
+def test_functions_are_short(script):
+    import ast
+
+    for node in ast.walk(ast.parse(source_of(script.METHOD))):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 80, node.name
+
+
+def test_helpers_of_the_same_name_are_the_same_text():
+    """`nucleus`, `draw_token`, `without_mask`: one form in all scripts that have them."""
+    for name in ("nucleus", "draw_token", "without_mask"):
+        texts = [inspect.getsource(getattr(script, name)) for script in map(importlib.import_module, SCRIPTS)
+                 if hasattr(script, name)]  # fmt: skip
+        assert len(texts) >= 2 and len({*texts}) == 1, name
 
 
 # -------------------------------------------------------------------------------------------------- training and resume
@@ -125,165 +137,154 @@ def same(a, b):
     )
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(script, tmp_path):
-    """Bit for bit: weights, optimiser, data order and noise, from a stop in the middle of any stage."""
-    assert run(script, "--train", *short(script), "--out", tmp_path / "whole", "--save_every", 1) == 0
-    save, saves = script.save, []
-
-    def stop_after(n):
-        def wrapped(*args):
-            save(*args)
-            saves.append(1)
-            if len(saves) == n:
-                raise KeyboardInterrupt
-
-        return wrapped
-
-    for n in (1, 4):  # inside the first stage, and inside a later one
-        out = tmp_path / f"stopped{n}"
-        saves.clear()
-        script.save = stop_after(n)
-        try:
-            assert run(script, "--train", *short(script), "--out", out, "--save_every", 1) == 130
-        finally:
-            script.save = save
-        assert run(script, "--train", "--resume", "--out", out) == 0
-        assert same(weights(out), weights(tmp_path / "whole"))
-        assert same(weights(out / "ar"), weights(tmp_path / "whole" / "ar"))
+def losses_of(script, monkeypatch):
+    found = []
+    fit = script.fit
+    monkeypatch.setattr(script, "fit", lambda *args: found.extend(result := fit(*args)) or result)
+    return found
 
 
-def test_the_seed_decides_everything(script, tmp_path):
+class Stopped(BaseException):
+    """Stands for kill -9 at this very call: no code of ours handles it."""
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(script, tmp_path, monkeypatch):
+    """Bit for bit: weights, optimiser, order of rows and noise."""
+    whole, out = tmp_path / "whole", tmp_path / "stopped"
+    assert run(script, "--train", *short(), "--out", whole, "--save_every", 1) == 0
+    save = script.save
+
+    def save_once(*args):
+        save(*args)
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "save", save_once)
+        with pytest.raises(Stopped):
+            run(script, "--train", *short(), "--out", out, "--save_every", 1)
+    assert script.newest(out).name == "step-000000001"
+    AutoModelForCausalLM.from_pretrained(script.newest(out))
+    assert run(script, "--train", "--resume", "--out", out, "--device", "cpu", "--dtype", "float32") == 0
+    assert same(weights(out), weights(whole))
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+
+def test_the_seed_decides_everything(tmp_path):
+    import refusion as script
+
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(script, "--train", *short(script), "--seed", seed, "--out", tmp_path / name) == 0
+        assert run(script, "--train", *short(), "--seed", seed, "--out", tmp_path / name) == 0
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
 def test_accumulation_equals_the_big_batch(script, tmp_path, monkeypatch):
-    fit, losses = script.fit, {1: [], 4: []}
-    for n in losses:
-        monkeypatch.setattr(script, "fit", lambda *args: losses[n].extend(found := fit(*args)) or found)
-        assert run(script, "--train", *short(script), "--accumulation", n, "--out", tmp_path / str(n)) == 0
-    assert losses[1] == pytest.approx(losses[4], rel=1e-3) and len(losses[1]) >= 5
+    found = losses_of(script, monkeypatch)
+    for n in (1, 4):
+        assert run(script, "--train", *short(), "--accumulation", n, "--out", tmp_path / str(n)) == 0
+    assert found[:3] == pytest.approx(found[3:], rel=1e-3) and len(found) == 6
 
 
 def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(script, tmp_path, capsys, monkeypatch):
-    stages, calls, out = script.stages, [], tmp_path / "run"
+    training_loss, calls, out = script.training_loss, [], tmp_path / "run"
 
-    def poisoned(cfg):
-        *earlier, last = stages(cfg)
+    def poisoned(*args):
+        calls.append(1)
+        loss, logs = training_loss(*args)
+        return loss * (float("nan") if len(calls) == 3 else 1.0), logs
 
-        def loss(model, inputs, cfg):
-            calls.append(1)
-            value, logs = last.loss(model, inputs, cfg)
-            return value * (float("nan") if len(calls) == 3 else 1.0), logs
-
-        return [*earlier, last._replace(loss=loss)]
-
-    monkeypatch.setattr(script, "stages", poisoned)
-    assert run(script, "--train", *short(script), "--save_every", 1, "--out", out) == 1
+    monkeypatch.setattr(script, "training_loss", poisoned)
+    assert run(script, "--train", *short(), "--save_every", 1, "--out", out) == 2
     assert "step 2" in capsys.readouterr().err.splitlines()[-1]
-    assert script.read_state(out)[1] == 2
-    AutoModelForCausalLM.from_pretrained(out)
+    AutoModelForCausalLM.from_pretrained(out / "step-000000002")
 
 
-class Killed(BaseException):
-    """Stands for kill -9 at this very call: no code of ours handles it."""
+@pytest.mark.parametrize("moment", range(1, 16, 2))
+def test_killed_during_a_save(tmp_path, monkeypatch, moment):
+    """At whichever file operation the process dies, a whole save is found and training goes on from it."""
+    import refusion as script
 
-
-@pytest.mark.parametrize(
-    "name, moment", [*(("refusion", n) for n in (1, 2, 3, 5, 8, 12, 17)), *((n, 9) for n in SCRIPTS[1:])]
-)
-def test_killed_during_a_save(tmp_path, monkeypatch, name, moment):
-    """At whichever file operation the process dies, the folder still loads and training resumes from it."""
-    script, out, count = importlib.import_module(name), tmp_path / "run", [0]
-    assert run(script, "--train", *short(script), "--out", out) == 0
+    out, count = tmp_path / "run", [0]
+    assert run(script, "--train", *short(), "--save_every", 1, "--out", out) == 0
 
     def dying(function):
         def wrapped(*args, **kwargs):
             count[0] += 1
             if count[0] == moment:
-                raise Killed
+                raise Stopped
             return function(*args, **kwargs)
 
         return wrapped
 
     with monkeypatch.context() as patch:
-        for name in ("replace", "fsync"):
-            patch.setattr(os, name, dying(getattr(os, name)))
-        patch.setattr(script, "save_file", dying(script.save_file))
-        with pytest.raises(Killed):
+        for owner, name in ((os, "replace"), (os, "sync"), (Path, "rename"), (shutil, "rmtree"), (script, "save_file")):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        with pytest.raises(Stopped):
             run(script, "--train", "--resume", "--steps", 5, "--save_every", 1, "--out", out)
-    assert 3 <= script.read_state(out)[1] <= 5
-    AutoTokenizer.from_pretrained(out)
+    found = script.newest(out)
+    AutoTokenizer.from_pretrained(found)
+    AutoModelForCausalLM.from_pretrained(found)
+    assert run(script, "--train", "--resume", "--generate", "--steps", 6, "--out", out) == 0
     AutoModelForCausalLM.from_pretrained(out)
-    assert run(script, "--train", "--resume", "--generate", "--steps", 5, "--problems", 1, "--out", out) == 0
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, "d2f with a teacher"])
-def test_resumed_from_between_two_renames_equals_uninterrupted(tmp_path, monkeypatch, name):
-    """Where a save replaces file after file: whichever it died between, resuming gives the run that did not die.
-
-    Of the first save of the last stage, in which the frozen part of the model may be another than that on disk.
-    """
-    script, out, extra = importlib.import_module(name.split()[0]), tmp_path / "run", ()
-    if name != script.METHOD:
-        backbone, tokenizer = script.tiny_backbone(script.Config(seed=1))
-        backbone.save_pretrained(tmp_path / "teacher")
-        tokenizer.save_pretrained(tmp_path / "teacher")
-        extra = ("--teacher", tmp_path / "teacher")
-    replace, save, last, copies = os.replace, script.save, [None], []
-
-    def recorded(*args):
-        if last[0] == (script.METHOD, 1) and str(args[1]).startswith(str(out)):
-            copies.append(shutil.copytree(out, tmp_path / f"copy{len(copies)}"))
-        replace(*args)
-
-    monkeypatch.setattr(os, "replace", recorded)
-    monkeypatch.setattr(script, "save", lambda *args: (last.__setitem__(0, args[3:5]), save(*args)))
-    assert run(script, "--train", *short(script, steps=2), *extra, "--out", out, "--save_every", 1) == 0
-    monkeypatch.undo()
-    assert len(copies) >= 6
-    for copy in copies[1::4] + copies[-1:]:
-        assert run(script, "--train", "--resume", "--out", copy) == 0
-        for folder in ("", "ar", "adapter", "aux"):
-            assert same(weights(copy / folder), weights(out / folder)), copy.name
+    assert not list(out.glob("step-*")) and not (out / "unfinished").exists() and not (out / "ended").exists()
 
 
 def spawn(name, *args):
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
 
 
-def wait_for(path, process):
-    deadline = time.time() + 60
-    while not path.exists():
-        assert time.time() < deadline and process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("signal_, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_ctrl_c_and_kill_in_a_real_process(tmp_path, signal_, status):
-    """Ctrl-C finishes the step and saves; after kill -9 the last save is whole. Both resume."""
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_signals_in_a_real_process(tmp_path, name, status):
+    """What asks to stop finishes the step and saves; after kill -9 the last save is whole. All resume."""
     import refusion
 
     out = tmp_path / "run"
-    flags = short(refusion, ar_steps=0, steps=100000, save_every=3)
-    process = spawn("refusion", "--train", *flags, "--out", out)
-    wait_for(out / "training_state.safetensors", process)
-    time.sleep(0.5)
-    process.send_signal(signal_)
-    _, err = process.communicate(timeout=60)
+    process = spawn("refusion", "--train", *short(steps=100000, save_every=3), "--out", out)
+    try:
+        deadline = time.time() + 60
+        while not list(out.glob("step-*")):
+            assert time.time() < deadline and process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, name))
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == status
-    if signal_ == signal.SIGINT:
-        assert err.splitlines()[-1] == "refusion.py: interrupted" and "Traceback" not in err
-    step = refusion.read_state(out)[1]
-    AutoModelForCausalLM.from_pretrained(out)
+    if name != "SIGKILL":
+        assert "stopped and saved after" in err.splitlines()[-1] and "Traceback" not in err
+    step = int(refusion.newest(out).name.removeprefix("step-"))
     assert run(refusion, "--train", "--resume", "--steps", step + 1, "--out", out) == 0
-    assert refusion.read_state(out)[1] == step + 1
+    assert json.loads((out / "config.json").read_text())["trained_with"]["steps"] == step + 1
 
 
-# ------------------------------------------------------------------------------------------------------------- generate
+def test_training_works_in_a_thread(tmp_path):
+    import refusion
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run(refusion, "--train", *short(), "--out", tmp_path)))
+    thread.start()
+    thread.join(100)
+    assert found == [0]
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capfd):
+    """A child that may write no file larger than 2 MB: the weights have 3."""
+    import refusion
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    command = [sys.executable, str(ROOT / "refusion.py"), "--train", *short(), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("refusion.py: ") and "File too large" in done.stderr
+    assert list((tmp_path / "run").iterdir()) == []
+    assert refusion.METHOD == "refusion"
 
 
 @pytest.fixture(scope="module")
@@ -294,65 +295,64 @@ def trained(tmp_path_factory):
     def folder(script):
         if script not in made:
             made[script] = tmp_path_factory.mktemp(script.__name__) / "run"
-            assert run(script, "--train", *short(script), "--out", made[script]) == 0
+            assert run(script, "--train", *short(), "--out", made[script]) == 0
         return made[script]
 
     return folder
 
 
+def test_a_trained_folder_is_plain_hugging_face(script, trained):
+    out = trained(script)
+    assert AutoTokenizer.from_pretrained(out).eos_token_id == 0
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    saved = load_file(out / "model.safetensors")
+    assert all(torch.equal(saved[name], p.float()) for name, p in model.named_parameters() if name in saved)
+    held = json.loads((out / "config.json").read_text())["trained_with"]
+    assert held["method"] == script.METHOD and held["steps"] == 3
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert len(modes) == 1, "every file has the mode that the umask asks for"
+
+
+def test_a_finished_run_is_not_trained_over(script, trained, capsys):
+    out = trained(script)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    refused(script, capsys, "--train", *short(), "--out", out, words=["--resume"])
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
+    import refusion
+
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert run(refusion, "--train", *short(), "--out", tmp_path / "link") == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "config.json").exists()
+    assert (tmp_path / "there" / "notes.txt").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+
 def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys):
     picture = tmp_path / "trace.svg"
-    assert run(script, "--generate", "--model", trained(script), "--trace", "--trace-svg", picture) == 0
+    flags = ("--device", "cpu", "--dtype", "float32", "--trace", "--trace-svg", picture)
+    assert run(script, "--generate", "--out", trained(script), *flags) == 0
     assert len(ElementTree.parse(picture).getroot()) >= 1
     out = capsys.readouterr().out
     lines = out.splitlines()
     report = json.loads(lines[-1])
-    assert report["method"] == script.METHOD and report["rows"][-1]["label"].startswith("plain AR")
+    assert report["method"] == script.METHOD and report["rows"][0]["label"].startswith("plain AR")
     for row in report["rows"]:
-        assert row["problems"] == 2 and row["forwards"] > 0 and row["new_tokens"] <= 2 * script.Config.max_new_tokens
+        assert row["problems"] == 2 and row["forwards"] > 0 and 0 <= row["right"] <= 2
         assert row["tokens_per_forward"] == pytest.approx(row["new_tokens"] / row["forwards"], abs=1e-3)
-        line = next(text for text in lines if text.startswith(f"{row['label']}: new_tokens"))
-        assert all(word in line for word in ("forwards", "tokens_per_forward", "tok/s", "x AR"))
-    assert report["rows"][-1]["tokens_per_forward"] == 1.0
+        line = next(text for text in lines if text.startswith(f"{row['label']}: {row['right']}/2 right"))
+        assert all(word in line for word in ("new_tokens", "forwards", "tokens_per_forward", "tok/s", "x AR"))
+    assert report["rows"][0]["tokens_per_forward"] == 1.0 and len(report["rows"]) >= 2
     assert "  round" in out and "\033" not in out, "piped: plain text"
 
 
-def test_prompts_at_the_borders_of_a_block_and_of_max_len(script, trained, capsys):
-    """1, block-1, block, block+1, max_len tokens; a budget of one token, and of one more than a block."""
-    cfg = script.parse(["--generate", "--model", str(trained(script))])[1]
-    names = ("decode_block_size", "slot_size", "block_size")
-    block = next(getattr(cfg, name) for name in names if hasattr(cfg, name))
-    max_len = 2 * block + 3
-    lengths = (1, block - 1, block, block + 1, max_len)
-    tokenizer = script.load_tokenizer(trained(script))
-    texts = [" pens" * length for length in lengths]
-    assert block > 1
-    assert lengths == tuple(len(script.encode(tokenizer, [{"content": text}])["prompt_ids"]) for text in texts)
-    command = ("--generate", "--model", trained(script), "--max_len", max_len)
-    prompts = [word for text in texts for word in ("--prompt", text)]
-    for budget in (1, block + 1):
-        assert run(script, *command, *prompts, "--max_new_tokens", budget) == 0
-        for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]:
-            assert len(lengths) <= row["new_tokens"] <= len(lengths) * budget, row["label"]
-    refused(script, capsys, *command, *prompts, "--prompt", " pens" * (max_len + 1), words=["max_len"])
-
-
-def test_64_ragged_prompts_in_a_batch_equal_64_single_decodes(trained):
-    """Where batches are offered: Fast-dLLM v2."""
-    import fastdllm_v2 as script
-
-    cfg = script.parse(["--generate", "--model", str(trained(script)), "--max_new_tokens", "16"])[1]
-    model, tokenizer = script.load(str(trained(script)), cfg, training=False)
-    model = script.enter_stage(model, script.METHOD, str(trained(script)), cfg).train(False)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, cfg.vocab_len, (1 + i % 40,), generator=generator) for i in range(64)]
-    texts, _ = script.generate_batch(model, prompts, cfg)
-    for ids, text in zip(prompts, texts, strict=True):
-        single = script.generate(model, ids[None], cfg)[0][0]
-        assert torch.equal(text[: len(single)], single), len(ids)
-
-
-def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
+def test_prompts_give_the_same_texts_in_two_runs(script, trained, capsys):
     texts = []
     for _ in range(2):
         prompts = ("--prompt", "Tom has 3 red pens", "--prompt", "How many cups?")
@@ -364,10 +364,62 @@ def test_prompts_and_two_runs_in_a_process(script, trained, capsys):
     assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
 
 
-def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(capsys, monkeypatch):
+def test_prompts_at_the_borders_of_a_block(script, trained, capsys):
+    """1, block-1, block, block+1 tokens; a budget of one token, and of one more than a block."""
+    cfg = script.parse(["--generate", "--model", str(trained(script)), "--prompt", "a"])[1]
+    names = ("decode_block_size", "slot_size", "block_size")
+    block = next(getattr(cfg, name) for name in names if hasattr(cfg, name))
+    tokenizer = AutoTokenizer.from_pretrained(trained(script))
+    word = tokenizer.decode([tokenizer.vocab_size // 2])
+    prompts = [part for n in (1, block - 1, block, block + 1) for part in ("--prompt", word * n)]
+    assert block > 1
+    for budget in (1, block + 1):
+        command = ("--generate", "--model", trained(script), "--max_new_tokens", budget)
+        assert run(script, *command, *prompts) == 0
+        for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]:
+            assert 4 <= row["new_tokens"] <= 4 * budget, row["label"]
+
+
+def test_generate_says_what_it_cannot_decode(script, trained, tmp_path, capsys):
+    refused(script, capsys, "--generate", "--out", tmp_path / "nothing", words=["nothing is trained in"])
+    other = next(name for name in ("refusion", "orthrus") if name != script.METHOD)
+    folder = trained(importlib.import_module(other))
+    refused(script, capsys, "--generate", "--model", folder, words=[f"trained by {other}.py"])
+    refused(script, capsys, "--train", "--model", folder, *short(), words=[f"trained by {other}.py"])
+
+
+def test_data_that_is_named_is_what_is_decoded(script, trained, tmp_path, capsys):
+    rows = [{"prompt": f"Tom has {i}", "response": " pens."} for i in range(5)]
+    data = jsonl(tmp_path / "data.jsonl", rows)
+    assert run(script, "--generate", "--out", trained(script), "--data", data, "--problems", 10) == 0
+    assert all(row["problems"] == 5 for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"])
+    refused(script, capsys, "--train", "--generate", *short(), "--data", data, "--out", tmp_path / "x", words=["--test"])
+
+
+def test_trim_ends_at_the_first_eos_or_the_budget():
+    import refusion as script
+
+    cfg = types.SimpleNamespace(max_new_tokens=4, eos_id=0)
+    for ids, expected in (([3, 0, 5, 0], [3, 0]), ([0], [0]), ([1, 2, 3, 4, 0], [1, 2, 3, 4]), ([7], [7])):
+        assert script.trim(torch.tensor(ids), cfg) == expected
+    cfg.eos_id = [5, 3]
+    assert script.trim(torch.tensor([1, 3, 5]), cfg) == [1, 3]
+    cfg.eos_id = None
+    assert script.trim(torch.tensor([1, 0, 5]), cfg) == [1, 0, 5]
+
+
+def test_right_is_the_pattern_the_number_or_the_text():
+    from refusion import is_right
+
+    assert is_right(" ab ", "", "a[bc]") and not is_right("abx", "abx", "a[bc]")
+    assert is_right("so #### 1,200", "because\n#### 1200", None) and not is_right("1200", "#### 1200", None)
+    assert is_right(" 7.", "7. ", None) and not is_right("8.", "7.", None)
+
+
+def test_trace_has_a_dot_per_mask_a_colour_per_round_and_rejected_drafts(capsys, monkeypatch):
     class Letters:
         def decode(self, ids):
-            return "<&\n"[ids[0] - 9] if ids[0] >= 9 else chr(97 + ids[0])
+            return "".join("<&\n"[i - 9] if i >= 9 else chr(97 + i) for i in ids)
 
     rounds = common.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
     pauses = []
@@ -383,103 +435,157 @@ def test_trace_has_a_dot_per_mask_a_colour_per_round_and_fallen_drafts(capsys, m
     assert texts == ["round   1 | ·b<", "round   2 | ab&"] and picture[0][2].get("text-decoration") == "line-through"
 
 
-def test_trim_ends_at_the_first_eos_or_the_budget(script):
-    cfg = script.Config(max_new_tokens=4)
-    cfg.eos_id = 0
-    for ids, expected in (([3, 0, 5, 0], [3, 0]), ([0], [0]), ([1, 2, 3, 4, 0], [1, 2, 3, 4]), ([7], [7])):
-        assert script.trim(torch.tensor(ids), cfg) == expected
-
-
 # ----------------------------------------------------------------------------------------------------------------- data
 
 ROWS = {
     "prompt/response": {"prompt": "Tom has 3 red", "response": " 3+4=7."},
     "question/answer": {"question": "Tom has 3 red", "answer": " 3+4=7."},
     "query/response": {"query": "Tom has 3 red", "response": " 3+4=7."},
+    "prompt/completion": {"prompt": "Tom has 3 red", "completion": " 3+4=7."},
+    "instruction/output": {"instruction": "Tom has 3 red", "output": " 3+4=7."},
     "messages": {
         "messages": [{"role": "user", "content": "Tom has 3 red"}, {"role": "assistant", "content": " 3+4=7."}]
     },
 }
 
 
-ROWS_WITHOUT = [{"prompt": "", "response": " 3+4=7."}] * 8
+def test_every_kind_of_row_is_read(tmp_path):
+    import refusion as script
+
+    file = jsonl(tmp_path / "data.jsonl", [*ROWS.values(), "", "  \r"])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    rows = script.read_data(file)
+    assert rows == [([{"role": "user", "content": "Tom has 3 red"}], " 3+4=7.", None)] * len(ROWS)
+    assert script.read_data(TINY / "code-test.jsonl")[0][2]
+    train, test = ({row[0][0]["content"] for row in script.read_data(TINY / f"{name}.jsonl")} for name in ("train", "test"))
+    assert len(test) == 200 and not train & test
 
 
-def jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY / "ar")
 
 
-def test_every_kind_of_row_is_read_and_held_out_rows_are_not_trained_on(script, tmp_path):
-    file = jsonl(tmp_path / "data.jsonl", [*ROWS.values(), "", *ROWS.values()])
-    training, held_out = script.read_problems(script.Config(data=str(file), problems=3))
-    assert len(training) == 5 and len(held_out) == 3
-    assert all(p == ([{"role": "user", "content": "Tom has 3 red"}], " 3+4=7.") for p in training + held_out)
-    training, held_out = script.read_problems(script.Config(problems=64))
-    prompts = {messages[0]["content"] for messages, _ in training}
-    assert len(held_out) == 64 and not prompts & {messages[0]["content"] for messages, _ in held_out}
+def test_encode_takes_plain_and_chat_tokenizers(tokenizer):
+    from refusion import encode, read_data
 
-
-def test_encode_takes_plain_and_chat_tokenizers(script):
-    _, tokenizer = script.tiny_backbone(script.Config())
-    prompt, answer = script.problem(__import__("random").Random(3))
-    row = script.encode(tokenizer, [{"role": "user", "content": prompt}], answer)
-    assert tokenizer.decode(row["prompt_ids"]) == prompt
+    messages, answer, _ = read_data(TINY / "test.jsonl")[3]
+    row = encode(tokenizer, messages, answer)
+    assert tokenizer.decode(row["prompt_ids"]) == messages[0]["content"]
     assert row["answer_ids"][-1] == tokenizer.eos_token_id and tokenizer.decode(row["answer_ids"][:-1]) == answer
     assert tokenizer.unk_token_id not in row["prompt_ids"] + row["answer_ids"]
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}={% endif %}"
+        "{% for m in messages %}<mask>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    chat = script.encode(tokenizer, [{"role": "user", "content": "3"}], "4")
-    assert len(chat["prompt_ids"]) == 4 and len(chat["answer_ids"]) == 2
+    assert encode(tokenizer, [{"role": "user", "content": "3"}], "4")["prompt_ids"] == tokenizer("<mask>3=")["input_ids"]
 
 
-def test_padding_mask_and_eos_tokens(script, tmp_path):
-    """A backbone without a mask token gets a spare row if there is one, else a new one; the head stays tied."""
-    from transformers import Qwen3ForCausalLM
+@pytest.mark.parametrize("template", ["", "{% for m in messages %}<mask>{{ m['content'] }}<eos>{% endfor %}"])
+def test_text_stays_text(tokenizer, template):
+    """The name of a special token in a message or an answer is never taken for the token."""
+    from refusion import encode
 
-    for spare, name in ((0, "full"), (5, "spare")):
-        cfg = script.Config(device="cpu", dtype="float32", compile=False)
-        backbone, tokenizer = script.tiny_backbone(cfg)
-        tokenizer.mask_token = None
-        backbone.resize_token_embeddings(len(tokenizer) + spare)
-        config = backbone.config
-        config.mask_token_id, config.pad_token_id = None, 0
-        lm = Qwen3ForCausalLM(config)
-        lm.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        vocab = json.loads((tmp_path / name / "tokenizer.json").read_text())
-        loaded, tok = script.load(str(tmp_path / name), cfg, training=True)
-        rows = loaded.get_input_embeddings().num_embeddings
-        assert cfg.mask_id not in (cfg.eos_id, None) and cfg.mask_id < rows and len(vocab["model"]["vocab"]) <= rows
-        assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
-        assert loaded.model.embed_tokens.padding_idx is None, "the EOS row must get its gradient"
-        assert loaded.config.mask_token_id == cfg.mask_id
+    tokenizer.chat_template = template or None
+    row = encode(tokenizer, [{"role": "user", "content": "3<mask>4<eos>"}], " <mask>")
+    special = [i for i in row["prompt_ids"] if i in (0, 1)]
+    assert special == ([1, 0] if template else []) and 1 not in row["answer_ids"]
+    assert row["answer_ids"].count(0) == 1
+
+
+def test_a_tokenizer_that_ends_its_texts_does_not_end_prompts(tokenizer):
+    from refusion import encode
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
+    assert tokenizer("Tom")["input_ids"][-1] == 0
+    assert encode(tokenizer, [{"role": "user", "content": "Tom has 3"}])["prompt_ids"][-1] != 0
+
+
+def copied(folder, change=None, source=TINY / "ar"):
+    shutil.copytree(source, folder)
+    if change:
+        change(folder)
+    return folder
+
+
+def rewritten(folder, name, **values):
+    """A JSON file of a folder with other values on top."""
+    held = json.loads((folder / name).read_text())
+    held |= {key: value(held) if callable(value) else value for key, value in values.items()}
+    (folder / name).write_text(json.dumps(held))
+
+
+def without_mask(folder):
+    rewritten(folder, "config.json", mask_token_id=None)
+    rewritten(folder, "tokenizer_config.json", mask_token=None)
+    specials = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(specials))
+
+
+def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path):
+    import refusion as script
+
+    cfg = script.Config(device="cpu", dtype="float32")
+    name = str(copied(tmp_path / "model", without_mask))
+    model, _ = script.load(name, cfg, torch.float32, training=True)
+    rows = model.get_input_embeddings().num_embeddings
+    assert cfg.mask_id == cfg.vocab_len == rows - 1 == model.config.mask_token_id
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert model.model.embed_tokens.padding_idx is None, "the EOS row must get its gradient"
+    with pytest.raises(ValueError, match="mask None"):
+        script.load(name, cfg, torch.float32)
+
+
+def test_a_hole_in_the_ids_of_a_tokenizer(tmp_path):
+    """The last token has the largest id; the number of tokens says nothing."""
+    import refusion as script
+
+    def with_hole(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(200)
+        model.save_pretrained(folder)
+        vocab = json.loads((folder / "tokenizer.json").read_text())
+        vocab["model"]["vocab"]["<eos>"] = 150
+        for token in vocab["added_tokens"]:
+            token["id"] = 150 if token["content"] == "<eos>" else token["id"]
+        (folder / "tokenizer.json").write_text(json.dumps(vocab))
+
+    cfg = script.Config()
+    script.load(str(copied(tmp_path / "model", with_hole)), cfg, torch.float32)
+    assert (cfg.eos_id, cfg.vocab_len) == (150, 151)
+
+
+def test_every_eos_of_the_config_ends_a_text(tmp_path):
+    import refusion as script
+
+    cfg = script.Config()
+    name = str(copied(tmp_path / "model", lambda f: rewritten(f, "config.json", eos_token_id=[0, 7])))
+    script.load(name, cfg, torch.float32)
+    assert cfg.eos_id == [0, 7]
+    script.load(name, cfg, torch.float32, training=True)
+    assert cfg.eos_id == 0, "an answer is closed by one"
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
 OWN = {  # flags of one method that cannot work
-    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--slot_size 8 --serial_blocks 3",
-                 "--slot_sizes 4,x", "--masking x", "--top_p 0.5"],
+    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x"],
     "d2f": ["--tau_add 2", "--tau_act -1", "--tau_conf nan", "--decode_block_size 0", "--schedule x", "--p_min 0",
-            "--lora_rank 0", "--adapter not/there", "--teacher not/there"],
-    "fastdllm_v2": ["--tau 2", "--sub_block_size 3", "--block_size 0", "--confidence x", "--max_len 41",
-                    "--max_len 80000"],
-    "orthrus": ["--block_size 1", "--loss x", "--anchors 0", "--top_k -1"],
-    "codila": ["--block_size 0", "--mode x", "--block_sizes 2,x", "--p_partial 2", "--tau nan", "--tags one",
-               "--aux not/there"],
+            "--lora_rank 0", "--adapter not/there"],
+    "fastdllm_v2": ["--tau 2", "--block_size 0", "--confidence x"],
+    "orthrus": ["--block_size 1", "--objective x", "--anchors 0", "--top_k -1"],
+    "codila": ["--block_size 0", "--mode x", "--p_partial 2", "--tau nan", "--aux not/there"],
 }  # fmt: skip
 
 
 def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, capsys):
     good = jsonl(tmp_path / "good.jsonl", [ROWS["prompt/response"]] * 8)
     out = tmp_path / "out"
-    train = ("--train", *short(script), "--out", out)
-    model = trained(script)
+    train = ("--train", *short(), "--out", out)
+    generate = ("--generate", "--model", trained(script), "--prompt", "Tom")
     cases = {
-        "no such model": (("--generate", "--model", tmp_path / "none"), ["none"]),
+        "no such model": (("--generate", "--model", tmp_path / "none", "--prompt", "a"), ["none"]),
         "no such model, trained": ((*train, "--model", "./not/there"), ["not/there"]),
         "nothing asked": ((), ["--train"]),
         "unknown flag": (("--train", "--colour", "red"), ["colour"]),
@@ -488,54 +594,42 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "data is a folder": ((*train, "--data", tmp_path), [tmp_path.name]),
         "empty data": ((*train, "--data", jsonl(tmp_path / "empty.jsonl", [])), ["no rows"]),
         "rows all too long": ((*train, "--data", good, "--max_len", 2), ["max_len"]),
-        "prompt too long": (("--generate", "--model", model, "--prompt", "pens " * 40, "--max_len", 8), ["max_len"]),
-        "empty prompt": (("--generate", "--model", model, "--prompt", ""), ["1 to"]),
+        "empty prompt": (("--generate", "--model", trained(script), "--prompt", ""), ["token"]),
         "batch 0": ((*train, "--batch_size", 0), ["batch_size"]),
         "accumulation": ((*train, "--batch_size", 4, "--accumulation", 3), ["accumulation"]),
-        "no new tokens": (("--generate", "--model", model, "--max_new_tokens", 0), ["max_new_tokens"]),
-        "temperature": (("--generate", "--model", model, "--temperature", -1), ["temperature"]),
-        "top_p": (("--generate", "--model", model, "--top_p", 0), ["top_p"]),
-        "top_p 2": (("--generate", "--model", model, "--top_p", 2), ["top_p"]),
-        "temperature nan": (("--generate", "--model", model, "--temperature", "nan"), ["temperature"]),
-        "temperature inf": (("--generate", "--model", model, "--temperature", "inf"), ["temperature"]),
+        "no new tokens": ((*generate, "--max_new_tokens", 0), ["max_new_tokens"]),
+        "temperature": ((*generate, "--temperature", -1), ["temperature"]),
+        "temperature nan": ((*generate, "--temperature", "nan"), ["temperature"]),
         "clip": ((*train, "--clip", -1), ["clip"]),
         "lr": ((*train, "--lr", "nan"), ["lr"]),
         "seed": ((*train, "--seed", 2**62), ["seed"]),
-        "negative seed": (("--generate", "--model", model, "--seed", -1), ["seed"]),
-        "a model that is a file": (("--generate", "--model", good), [good.name]),
-        "a model without a name": (("--generate", "--model", ""), ["cannot load"]),
-        "out is a file": (("--train", *short(script), "--out", good), ["name another --out"]),
-        "out is under a file": (("--train", *short(script), "--out", good / "a" / "b"), ["cannot be written"]),
-        "dtype": (("--generate", "--model", model, "--dtype", "float17"), ["float17"]),
-        "device": (("--generate", "--model", model, "--device", "tpu"), ["tpu"]),
+        "negative seed": ((*generate, "--seed", -1), ["seed"]),
+        "a model that is a file": (("--generate", "--model", good, "--prompt", "a"), [good.name]),
+        "out is a file": (("--train", *short(), "--out", good), [good.name]),
+        "out is under a file": (("--train", *short(), "--out", good / "a" / "b"), [good.name]),
+        "dtype": ((*generate, "--dtype", "float17"), ["float17"]),
+        "device": ((*generate, "--device", "tpu"), ["tpu"]),
         "nothing to resume": (("--train", "--resume", "--out", tmp_path / "nowhere"), ["nowhere"]),
-        "another model's folder": (("--train", "--model", model, "--out", ROOT / "tests"), ["name another --out"]),
-        "no prompt in a row": ((*train, "--data", jsonl(tmp_path / "no_prompt.jsonl", ROWS_WITHOUT)), ["no tokens"]),
-        "prompt that is no text": (("--generate", "--model", model, "--prompt", "\udcff"), ["utf-8"]),
+        "prompt that is no text": (("--generate", "--model", trained(script), "--prompt", "\udcff"), ["utf-8"]),
+        "latin-1": ((*train, "--data", tmp_path / "latin.jsonl"), ["line 2", "UTF-8"]),
+        "utf-16": ((*train, "--data", tmp_path / "utf16.jsonl"), ["line 1", "UTF-8"]),
     }
-    for row in ("{", "[1]", "3", '"text"', '{"prompt": "a"}', '{"response": "a"}', '{"prompt": 1, "response": "a"}', "\xff\xfe",
-                '{"messages": []}x', '{"messages": [{"role": "user", "content": "a"}]}', '{"messages": 3}', "[" * 100000,
-                '{"prompt": null, "response": null}', '{"messages": ["a"]}', '{"prompt": "\\ud800", "response": "a"}',
-                '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
-                '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}'):  # fmt: skip
+    text = json.dumps(ROWS["prompt/response"]) + '\n{"prompt": "café", "response": "x"}\n'
+    (tmp_path / "latin.jsonl").write_bytes(text.encode("latin-1"))
+    (tmp_path / "utf16.jsonl").write_bytes(text.encode("utf-16"))
+    rows = ("{", "[1]", "3", '"text"', '{"prompt": "a"}', '{"response": "a"}', '{"prompt": 1, "response": "a"}',
+            '{"messages": []}', '{"messages": [{"role": "user", "content": "a"}]}', '{"messages": 3}', "[" * 100000,
+            '{"prompt": null, "response": null}', '{"messages": ["a"]}', '{"prompt": "\\ud800", "response": "a"}',
+            '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
+            '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}')  # fmt: skip
+    for row in rows if script.METHOD == "refusion" else rows[:2]:
         file = jsonl(tmp_path / f"broken{len(cases)}.jsonl", [ROWS["prompt/response"], row, ROWS["prompt/response"]])
         cases[f"broken row {row[:40]}"] = ((*train, "--data", file), [file.name, "line 2"])
     for flags in OWN[script.METHOD]:
         cases[flags] = ((*train, *flags.split()), [])
     for name, (args, words) in cases.items():
-        line = refused(script, capsys, *args, words=words)
-        assert line.startswith(f"{script.METHOD}.py: "), name
-        assert not out.exists() and not Path(f"{out}.tmp").exists(), name
-
-
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "orthrus"])  # it borrows an unused token
-def test_a_backbone_without_a_mask_token_cannot_decode_untrained(name, tmp_path, capsys):
-    script = importlib.import_module(name)
-    backbone, tokenizer = script.tiny_backbone(script.Config())
-    backbone.config.mask_token_id, tokenizer.mask_token = None, None
-    backbone.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    refused(script, capsys, "--generate", "--model", tmp_path, words=["no mask token"])
+        refused(script, capsys, *args, words=words)
+        assert not out.exists(), name
 
 
 def reshaped(folder, change):
@@ -543,13 +637,6 @@ def reshaped(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def rewritten(folder, name, **values):
-    """A JSON file of a folder with other values on top."""
-    held = json.loads((folder / name).read_text())
-    held |= {key: value(held) if callable(value) else value for key, value in values.items()}
-    (folder / name).write_text(json.dumps(held))
 
 
 def with_code(folder):
@@ -592,48 +679,43 @@ def written(name, text):
     return lambda folder: (folder / name).write_text(text)
 
 
-BROKEN = {  # name: (change of a trained folder, words of the line)
+BROKEN = {  # name: (change of a folder, words of the line)
     "weights are junk": (written("model.safetensors", "junk"), ["cannot load"]),
     "config is cut off": (written("config.json", "{"), ["cannot load"]),
     "tokenizer is empty": (written("tokenizer.json", "{}"), ["cannot load"]),
-    "settings are a list": (written("settings.json", "[1]"), ["settings"]),
-    "settings of another type": (written("settings.json", '{"steps": "x"}'), ["settings"]),
-    "settings with True for a number": (written("settings.json", '{"problems": true}'), ["settings"]),
-    "settings are cut off": (written("settings.json", "{"), []),
+    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], ["cannot load"]),
     "another hidden_size": (lambda f: rewritten(f, "config.json", hidden_size=64), ["another shape"]),
     "a missing tensor": (lambda f: reshaped(f, lambda t: t.pop(UP)), [UP]),
     "a tensor cut short": (lambda f: reshaped(f, lambda t: t.update({UP: t[UP][1:].clone()})), [UP]),
     "more layers in the config": (with_layers(1), ["missing", "layers."]),
     "fewer layers in the config": (with_layers(-1), ["more layers"]),
-    "a token id outside the embedding": (with_word, ["outside"]),
-    "no EOS token": (lambda f: rewritten(f, "tokenizer_config.json", eos_token=None), ["no EOS"]),
-    "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["two tokens"]),
-    "a tokenizer that fails": (lambda f: rewritten(f, "tokenizer_config.json", model_max_length="x"), ["cannot load"]),
-    "a chat template that only fails": (written("chat_template.jinja", "{{ raise_exception('x') }}"), ["template"]),
-    "a chat template that does not parse": (written("chat_template.jinja", "{% for %}"), ["template"]),
+    "a token id outside the embedding": (with_word, ["embedding"]),
+    "no EOS token": (lambda f: rewritten(f, "tokenizer_config.json", eos_token=None), ["EOS None"]),
+    "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["tokens of their own"]),
+    "a chat template that only fails": (written("chat_template.jinja", "{{ raise_exception('x') }}"), ["cannot load"]),
+    "a chat template that does not parse": (written("chat_template.jinja", "{% for %}"), ["cannot load"]),
     "code in the folder": (with_code, ["cannot load"]),
     "a pickle in the folder": (with_pickle, ["cannot load"]),
+    "a git-lfs pointer": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ["git-lfs"]),
 }
 
 
-def test_broken_checkpoints_are_refused(script, trained, tmp_path, capsys):
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints_are_refused(tmp_path, capsys, name):
     """To decode and to train on: one line, nothing written, nothing executed."""
-    out = tmp_path / "out"
-    for name, (change, words) in BROKEN.items():
-        folder = tmp_path / name.replace(" ", "_")
-        shutil.copytree(trained(script), folder)
-        change(folder)
-        for args in (("--generate",), ("--train", "--steps", 1, "--out", out)):
-            line = refused(script, capsys, *args, "--model", folder, words=words)
-            assert line.startswith(f"{script.METHOD}.py: "), name
-            assert not out.exists() and not Path(f"{out}.tmp").exists() and not (folder / "executed").exists(), name
+    import refusion as script
+
+    change, words = BROKEN[name]
+    folder, out = copied(tmp_path / "model", change), tmp_path / "out"
+    for args in (("--generate", "--prompt", "a"), ("--train", "--steps", 1, "--out", out)):
+        refused(script, capsys, *args, "--model", folder, words=words)
+        assert not out.exists() and not (folder / "executed").exists()
 
 
 def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys):
     """Weights that are not numbers: no confidence passes a threshold, no comparison is true."""
     for value in (float("nan"), float("inf")):
-        folder = tmp_path / str(value)
-        shutil.copytree(trained(script), folder)
+        folder = copied(tmp_path / str(value), source=trained(script))
         reshaped(folder, lambda t: t["model.norm.weight"].fill_(value))
         for temperature in (0, 1):
             flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
@@ -642,59 +724,7 @@ def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys
             assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
 
 
-def test_broken_states_are_not_resumed(script, trained, tmp_path, capsys):
-    def without_one(file):
-        with safe_open(file, "pt") as held:
-            tensors, metadata = {key: held.get_tensor(key) for key in held.keys()}, held.metadata()
-        del tensors[next(key for key in tensors if key.startswith("exp_avg."))]
-        save_file(tensors, file, metadata=metadata)
-
-    changes = {
-        "nothing to resume": lambda file: file.write_text("junk"),
-        "of another model": without_one,
-    }
-    for words, change in changes.items():
-        folder = tmp_path / words.replace(" ", "_")
-        shutil.copytree(trained(script), folder)
-        before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-        change(folder / "training_state.safetensors")
-        before["training_state.safetensors"] = (folder / "training_state.safetensors").read_bytes()
-        refused(script, capsys, "--train", "--resume", "--steps", 9, "--out", folder, words=[words])
-        assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
-def test_a_row_that_the_chat_template_refuses(script, trained, tmp_path, capsys):
-    folder, out = tmp_path / "model", tmp_path / "out"
-    shutil.copytree(trained(script), folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}"
-    )
-    row = {"messages": [{"role": role, "content": "3"} for role in ("system", "user", "assistant")]}
-    data = jsonl(tmp_path / "data.jsonl", [row] * 4)
-    for args in (("--train", "--out", out), ("--generate",)):
-        refused(script, capsys, *args, "--model", folder, "--data", data, words=["template refuses", "no system"])
-    assert not out.exists()
-
-
-def test_infilling_refuses_what_is_no_text_and_what_is_too_long(trained, tmp_path, capsys):
-    import codila
-
-    model = trained(codila)
-    file = jsonl(tmp_path / "rows.jsonl", ['{"prompt": "\\ud800", "suffix": "a"}'])
-    for args, word in (
-        (("--infill", "a", "\udcff"), "utf-8"),
-        (("--infill", "--data", file), "utf-8"),
-        (("--infill", "a " * 40, "a", "--max_len", 20), "max_len"),
-    ):
-        refused(codila, capsys, "--model", model, *args, words=[word])
-
-
-def test_a_run_does_not_overwrite_another_models_run(script, trained, tmp_path, capsys):
-    before = {file.name: file.read_bytes() for file in trained(script).glob("*.json")}
-    other = tmp_path / "other"
-    backbone, tokenizer = script.tiny_backbone(script.Config())
-    backbone.save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    refused(script, capsys, "--train", "--model", other, "--out", trained(script), words=["name another --out"])
-    assert before == {file.name: file.read_bytes() for file in trained(script).glob("*.json")}
+def test_a_broken_state_is_not_resumed(script, trained, tmp_path, capsys):
+    folder = copied(tmp_path / "run", source=trained(script))
+    (folder / "optimizer.safetensors").write_text("junk")
+    refused(script, capsys, "--train", "--resume", "--steps", 9, "--out", folder)

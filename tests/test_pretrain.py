@@ -1,0 +1,100 @@
+"""The small backbones of tests/tiny answer, and tests/pretrain.py makes their like.
+
+TINY_ROWS=200 judges them on every row of their test files (10 minutes), else on a few.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import codila
+import d2f
+import refusion
+from common import generate_ar
+
+ROWS = int(os.environ.get("TINY_ROWS", 6))
+
+
+def right(name, rows_of, run, cfg):
+    """How many of the first ROWS rows are right, each decoded by run(model, prompt_ids)."""
+    model, tokenizer = refusion.load(str(TINY / name), cfg, torch.float32)
+    count = 0
+    for messages, answer, pattern in refusion.read_data(TINY / f"{rows_of}.jsonl")[:ROWS]:
+        prompt_ids = torch.tensor([refusion.encode(tokenizer, messages)["prompt_ids"]])
+        seq_ids = run(model.eval(), prompt_ids)[0]
+        text = tokenizer.decode(refusion.trim(seq_ids[0, prompt_ids.shape[1] :], cfg), skip_special_tokens=True)
+        count += refusion.is_right(text, answer, pattern)
+    return count
+
+
+def bar(least):
+    return ROWS if ROWS < 200 else least
+
+
+def test_ar_answers_every_problem():
+    cfg = refusion.Config(max_new_tokens=32, device="cpu")
+    assert right("ar", "test", lambda model, ids: generate_ar(model, ids, cfg), cfg) == bar(200)
+
+
+def test_dlm_answers_at_one_token_a_step():
+    cfg = d2f.Config(**{**d2f.TINY, "device": "cpu"})
+    assert right("dlm", "test", lambda model, ids: d2f.generate_vanilla(model, ids, cfg), cfg) >= bar(198)
+
+
+def test_code_dlm_writes_well_formed_programs_at_one_token_a_step():
+    cfg = codila.Config(**{**codila.TINY, "device": "cpu", "mode": "tokens", "tokens_per_step": 1})
+    aux_model, aux_tokenizer = refusion.load(str(TINY / "code-ar"), refusion.Config(), torch.float32)
+    _, tokenizer = refusion.load(str(TINY / "code-dlm"), refusion.Config(), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def run(model, prompt_ids):
+        pair = codila.Pair(model, aux_model, codila.link_vocabularies(tokenizer, aux_tokenizer, cfg)).eval()
+        return codila.generate(pair, prompt_ids, cfg, None, generator)
+
+    assert right("code-dlm", "code-test", run, cfg) >= bar(198)
+
+
+def test_code_ar_writes_well_formed_programs():
+    cfg = refusion.Config(max_new_tokens=40, device="cpu")
+    assert right("code-ar", "code-test", lambda model, ids: generate_ar(model, ids, cfg), cfg) >= bar(190)
+
+
+@pytest.mark.parametrize("name", ["ar", "dlm", "code-dlm", "code-ar"])
+def test_a_folder_is_small_plain_and_of_bfloat16(name):
+    model = AutoModelForCausalLM.from_pretrained(TINY / name)
+    tokenizer = AutoTokenizer.from_pretrained(TINY / name)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert sum(file.stat().st_size for file in (TINY / name).iterdir()) < 2e6
+    rows = "code-test" if name.startswith("code") else "test"
+    for messages, answer, _ in refusion.read_data(TINY / f"{rows}.jsonl"):
+        for text in (messages[0]["content"], answer):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_all_of_it_is_small():
+    assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) < 6e6
+
+
+@pytest.mark.parametrize("objective, loss", [("ar", 0.05), ("diffusion", None)])
+def test_pretraining_makes_a_base_for_any_script(objective, loss, tmp_path):
+    """AR on rows that are known has a small loss; masked diffusion marks the folder; both are no script's own."""
+    out = tmp_path / "run"
+    flags = f"--objective {objective} --steps 3 --batch_size 4 --device cpu --dtype float32 --out {out}".split()
+    command = [sys.executable, str(ROOT / "tests" / "pretrain.py"), "--train", "--model", str(TINY / "ar"),
+               "--data", str(TINY / "train.jsonl"), *flags]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    shown = float(done.stderr.rpartition("loss ")[2].partition(",")[0])
+    assert shown < loss if loss else shown > 1
+    config = json.loads((out / "config.json").read_text())
+    assert config.get("shifted_logits") is (True if objective == "diffusion" else None)
+    assert "trained_with" not in config and Path(out, "tokenizer.json").exists()
+    AutoModelForCausalLM.from_pretrained(out)
