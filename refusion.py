@@ -116,7 +116,7 @@ class Config:
 
 
 # what the model of tests/tiny changes
-TINY = dict(test=f"{HERE}/tests/tiny/test.jsonl", steps=400, batch_size=48, accumulation=1, lr=2e-3,
+TINY = dict(test=f"{HERE}/tests/tiny/test.jsonl", steps=400, batch_size=64, accumulation=1, lr=2e-3,
             warmup=0.05, beta2=0.98, max_len=96, max_new_tokens=32, loss_norm="paper", slot_sizes="4",
             slot_size=4, serial_blocks=1, tau_slot=0.6, tau_token=0.3)  # the thresholds of Fig. 5; fmt: skip
 LIMITS = dict(slot_size=(1, 4096), serial_blocks=(1, 4096), tau_slot=(0, 1), tau_token=(0, 1))
