@@ -218,7 +218,7 @@ def no_text(model, cfg, device, suppress_ids=()):
     """Which of the shared ids are never written: the mask and the tags, if they are among them. (Vs,) bool"""
     banned = torch.zeros(cfg.vocab_len, dtype=torch.bool)
     banned[[i for i in (cfg.mask_id, *model.tag_ids, *suppress_ids) if i < cfg.vocab_len]] = True
-    return banned.to(device)
+    return banned.to(device, non_blocking=True)
 
 
 def shared_logits(logits, banned):
@@ -410,7 +410,7 @@ def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
     """
     aux.kv_cache.reset()
     embeds = soft_embed(model, probs, token_ids, cfg).split(cfg.block_size)
-    drafts = draft_ids.to(probs.device).split(cfg.block_size)
+    drafts = draft_ids.to(probs.device, non_blocking=True).split(cfg.block_size)
     parts = [ar_inputs(model, e[None], y[None, :-1], cfg)[0] for e, y in zip(embeds, drafts)]
     lengths = [len(part) for part in parts]
     segment_ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths))
@@ -427,7 +427,7 @@ def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
     fed, not drawn. Nothing waits for the device before the end.
     """
     aux.kv_cache.reset()
-    written = token_ids.to(probs.device, copy=True)
+    written = token_ids.to(probs.device, copy=True, non_blocking=True)
     is_masked = (token_ids == cfg.mask_id).tolist()
     embeds = soft_embed(model, probs, token_ids, cfg)
     waiting = ar_inputs(model, embeds[None], written[None, :0], cfg)[0]  # (b+2, D), then one token id
@@ -595,7 +595,7 @@ def read_data(path):
                 row["messages"] = [dict(role="user", content=row[user])]
                 row["messages"] += [dict(role="assistant", content=row[assistant])]
             if line.strip():
-                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
                 *prompt, answer = row["messages"]
                 rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
         except Exception as error:

@@ -166,7 +166,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 def rope_angles(rotary, position_ids):
     """cos and sin (B, 1, T, D) float32 of integer position_ids (B, T); rotary = (inv_freq (D/2,), scale)."""
     inv_freq, scale = rotary
-    angles = position_ids[:, None, :, None].float() * inv_freq.to(position_ids.device)  # (B, 1, T, D/2)
+    inv_freq = inv_freq.to(position_ids.device, non_blocking=True)
+    angles = position_ids[:, None, :, None].float() * inv_freq  # (B, 1, T, D/2)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * scale, angles.sin() * scale
 

@@ -41,7 +41,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
@@ -406,7 +405,7 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         if cfg.shifted:  # the row before a token predicts it, also that of the last cached one
             last = hidden[n_commit - 1 : n_commit].clone() if n_commit else last
             hidden = torch.cat([last, hidden])
-        rows = (P + masked_idx - start).to(hidden.device)
+        rows = (P + masked_idx - start).to(hidden.device, non_blocking=True)
         pred_ids, conf, rank = propose(model.lm_head(hidden[rows]), cfg, generator)
         # select: blocks do not see each other's new tokens before the next pass [Alg. 2 l.9-12]
         accept = select(conf, rank, masked_idx // B, is_full, cfg)
@@ -440,7 +439,7 @@ def generate_vanilla(model, prompt_ids, cfg, decoder=None, generator=None):
         hidden = forward(decoder, seq_ids, full())  # never committed
         first = P + number // B * B
         masked_pos = first + (seq_ids[first : first + B] == cfg.mask_id).nonzero()[:, 0]
-        rows = (masked_pos - int(cfg.shifted)).to(hidden.device)
+        rows = (masked_pos - int(cfg.shifted)).to(hidden.device, non_blocking=True)
         pred_ids, _, rank = propose(model.lm_head(hidden[rows]), cfg, generator)
         best = rank.argmax()
         seq_ids[masked_pos[best]] = pred_ids[best]
@@ -495,9 +494,13 @@ def from_pretrained(name, dtype, meta=False):
         eos_token_id=raw["eos_token_id"], mask_token_id=raw["mask_token_id"],
         eot_token_id=LLADA_EOT if raw["vocab_size"] > LLADA_EOT else None, shifted_logits=False,
     )  # fmt: skip
-    folder = name if meta or Path(name).is_dir() else snapshot_download(name, allow_patterns="*.safetensors")
-    files = [] if meta else sorted(Path(folder).glob("*.safetensors"))
-    tensors = {as_llama(key): x for file in files for key, x in load_file(file).items()}
+    try:
+        index = json.loads(Path(cached_file(name, "model.safetensors.index.json")).read_text())
+        files = sorted({*index["weight_map"].values()})
+    except OSError:
+        files = ["model.safetensors"]
+    loaded = [load_file(cached_file(name, file)) for file in files if not meta]
+    tensors = {as_llama(key): x for part in loaded for key, x in part.items()}
     return common.from_pretrained(None, dtype, meta, config, tensors)
 
 
@@ -573,7 +576,7 @@ def read_data(path):
                 row["messages"] = [dict(role="user", content=row[user])]
                 row["messages"] += [dict(role="assistant", content=row[assistant])]
             if line.strip():
-                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
                 *prompt, answer = row["messages"]
                 rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
         except Exception as error:

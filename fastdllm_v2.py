@@ -309,7 +309,6 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
     fixed_round = torch.zeros_like(seq_ids)
     rows = torch.arange(B)  # those still in the batch
     calls = []
-
     for start, stop in zip(borders, borders[1:]):  # first the prefill, if any: whole blocks without masks
         keep = (~has_ended(seq_ids[rows], is_new[rows], cfg)).nonzero()[:, 0]
         if len(keep) == 0:
@@ -333,7 +332,8 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
             in_scratch = cfg.block_cache
             # score: i is read at i-1 [§3.2]; a block's first token is known
             row, offset = is_masked.nonzero(as_tuple=True)
-            pred_ids, conf = propose(model.lm_head(hidden[row, s - first + offset - 1]), cfg, generator)
+            read_idx = (row * hidden.shape[1] + s - first + offset - 1).to(hidden.device, non_blocking=True)
+            pred_ids, conf = propose(model.lm_head(hidden.flatten(0, 1)[read_idx]), cfg, generator)
             # select
             conf = torch.zeros(is_masked.shape).masked_scatter(is_masked, conf)
             chosen = select(conf, is_masked, cfg.tau)[is_masked]
@@ -349,7 +349,7 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
         row = is_new[rows, stop].nonzero()[:, 0]  # the others have more prompt
         if stop <= whole and not len(row):
             decoder.forwards -= 1  # a pure prefill
-        seq_ids[rows[row], stop] = without_mask(model.lm_head(hidden[row, -1]), cfg).argmax(-1).cpu()
+        seq_ids[rows[row], stop] = without_mask(model.lm_head(hidden[:, -1]), cfg).argmax(-1).cpu()[row]
         fixed_round[rows[row], stop] = decoder.forwards - 1
     record = dict(forwards=decoder.forwards, rounds=decoder.forwards, fixed_round=[], calls=calls)
     texts = []
@@ -401,7 +401,7 @@ def read_data(path):
                 row["messages"] = [dict(role="user", content=row[user])]
                 row["messages"] += [dict(role="assistant", content=row[assistant])]
             if line.strip():
-                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
                 *prompt, answer = row["messages"]
                 rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
         except Exception as error:

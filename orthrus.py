@@ -276,11 +276,12 @@ def accept(draft_ids, draft_probs, logits, cfg, generator):
         accepted_len = (draft_ids == verify_ids[:n]).cumprod(0).sum().item()
         return accepted_len, verify_ids[accepted_len : accepted_len + 1]
     verify_probs = sampling_probs(logits, cfg)  # (n+1, V)
-    draft_idx = draft_ids.to(logits.device)[:, None]
+    draft_idx = draft_ids.to(logits.device, non_blocking=True)[:, None]
     p = verify_probs[:n].gather(-1, draft_idx)[:, 0]
     q = draft_probs.gather(-1, draft_idx)[:, 0]
     u = torch.rand(n, generator=generator, dtype=torch.float64)
-    accepted_len = (u.to(logits.device) * q < p).cumprod(0).sum()  # on the device: nothing waits for it yet
+    u = u.to(logits.device, non_blocking=True)
+    accepted_len = (u * q < p).cumprod(0).sum()  # on the device: nothing waits for it yet
     residual = (verify_probs[:n] - draft_probs).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs[:n])  # all 0: rounding
     next_probs = torch.cat([residual, verify_probs[n:]])[accepted_len[None]]
@@ -480,7 +481,7 @@ def read_data(path):
                 row["messages"] = [dict(role="user", content=row[user])]
                 row["messages"] += [dict(role="assistant", content=row[assistant])]
             if line.strip():
-                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
                 *prompt, answer = row["messages"]
                 rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
         except Exception as error:
@@ -882,6 +883,9 @@ def main(argv=None):
             report(compare(args, cfg), cfg)
     except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
         return failed(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -217,7 +217,7 @@ def training_loss(model, inputs, cfg):
     attn_mask = build_mask(causal(), 1, L, L, input_ids.device)  # in buffer order [§4.1]; padding is last
     hidden = walk(model, input_ids, inputs["position_ids"], attn_mask, checkpointing=cfg.checkpointing)
     terms = inputs["weights"] * token_nll(model.lm_head, hidden, inputs["labels"])  # (B, L)
-    mdm = terms[inputs["is_masked"]].sum()
+    mdm = (terms * inputs["is_masked"]).sum()
     loss = terms.sum()
     return loss, {"ar": (loss - mdm).detach(), "mdm": mdm.detach()}
 
@@ -272,7 +272,7 @@ def good_drafts(logits, draft_ids, cfg):
     certainty that chose it.  [Eq. 7]
     """
     probs = logits[..., : cfg.vocab_len].float().softmax(-1)
-    targets = draft_ids[:, 1:, None].to(logits.device)
+    targets = draft_ids[:, 1:, None].to(logits.device, non_blocking=True)
     return F.pad(probs.gather(-1, targets)[..., 0].cpu() > cfg.tau_token, (1, 0), value=True)
 
 
@@ -312,7 +312,8 @@ def complete_rows(model, decoder, token_ids, good, position_ids, cfg):
         mask_mod = completion_rows(decoder.kv_cache.cache_len, k, start)
         masked_ids = token_ids.masked_fill(todo, cfg.mask_id)[:, window].flatten()
         hidden = forward(decoder, masked_ids, window_pos, mask_mod, places)
-        logits = model.lm_head(hidden[todo[:, window].flatten().to(hidden.device)])
+        rows = todo[:, window].flatten().nonzero()[:, 0].to(hidden.device, non_blocking=True)
+        logits = model.lm_head(hidden[rows])
         token_ids[todo] = without_mask(logits, cfg).argmax(-1).cpu()
         # verify [Eq. 8]: good stays good, and each unfinished row gains at least one token [code]
         hidden = forward(decoder, token_ids[:, window].flatten(), window_pos, mask_mod, places)
@@ -348,14 +349,13 @@ def accept(draft_ids, ok, cfg):
 
 @torch.no_grad()
 def generate(model, prompt_ids, cfg, decoder=None, generator=None):
-    """Select and infill slots until every one is written. Batch 1; the state of the loop lies on the CPU.
+    """Select and infill slots until each is written; batch 1, its state on the CPU.  [§4.2, App. A.3]
 
     prompt_ids (1, P) int64. Of cfg: max_new_tokens, slot_size, serial_blocks, tau_slot, tau_token,
     temperature, plan_ahead, recompute_kv, mask_id, eos_id, vocab_len. Returns (seq_ids (1, P+R), record): the
-    text in position order, what stands after a first EOS included, and forwards, rounds, fixed_round (R,),
-    rejected (round, index, token id), buffer_ids and buffer_pos (cache order), tpf_mean_of_ratios, the
-    published "TPF".
-    Raises ValueError for a batch, an empty prompt, or lengths of no whole slots.  [§4.2, App. A.3]
+    text in position order, tokens after an EOS included, and forwards, rounds, fixed_round (R,), rejected
+    (round, index, token id), buffer_ids and buffer_pos (cache order), tpf_mean_of_ratios, the published
+    "TPF". Raises ValueError for a batch, an empty prompt, or lengths of no whole slots.
     """
     P = prompt_ids.shape[1]
     k = cfg.slot_size
@@ -459,7 +459,7 @@ def read_data(path):
                 row["messages"] = [dict(role="user", content=row[user])]
                 row["messages"] += [dict(role="assistant", content=row[assistant])]
             if line.strip():
-                "".join(message["content"] for message in row["messages"]).encode()  # no half characters
+                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
                 *prompt, answer = row["messages"]
                 rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
         except Exception as error:

@@ -1,11 +1,12 @@
-"""Attention, forward and backward, under every training mask: compiled flex, dense SDPA, causal flash beside them.
+"""Attention, forward and backward, under every training mask: compiled flex, dense SDPA, causal flash.
 
     python tests/bench_attention.py                               (short on CPU, 2 x 2048 queries on a GPU)
 
-flex is what training runs on CUDA, dense SDPA what it runs elsewhere; flash is PyTorch's own on as many causal
-queries, for comparison: it knows no other mask. Gradients are dense tensors, as a following layer gives them.
-TFLOP/s count useful operations alone: 4 H D for each allowed pair forward, 2.5 times as many backward. 16 query and 8
-key heads of 128 on a GPU. Where something does not run the cell is "-". The last line of stdout is JSON.
+flex is what training runs on CUDA, dense SDPA what it runs elsewhere; flash is PyTorch's own on as many
+causal queries, for comparison: it has no other mask. Gradients are dense tensors, as a following layer gives
+them. TFLOP/s count useful operations alone: 4 H D for each allowed pair forward, 2.5 times as many backward.
+16 query and 8 key heads of 128 on a GPU. Where something does not run the cell is "-". The last line of
+stdout is JSON.
 """
 
 import json
@@ -45,8 +46,8 @@ def main(argv=None):
     cuda = args.device.startswith("cuda")
     H, G, D = (16, 8, 128) if cuda else (4, 2, 32)
     print(f"{H}/{G} heads of {D}, 2 x {args.length} queries, forward and backward\n")
-    table("mask", "allowed", "flex ms", "dense ms", "flash ms", "flex TFLOP/s", "dense TFLOP/s", "flash TFLOP/s",
-          "dense / flex")  # fmt: skip
+    units = [f"{key} {unit}" for unit in ("ms", "TFLOP/s") for key in ("flex", "dense", "flash")]
+    table("mask", "allowed", *units, "dense / flex")
     table(*["---"] * 9)
     rows = []
     for name, (mask_mod, T, S) in masks(args.length, args.device).items():

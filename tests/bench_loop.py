@@ -1,14 +1,14 @@
-"""Where a decode goes: the share of time outside forwards of each method's loop, and its tok/s against plain AR.
+"""Where a decode goes: time outside forwards of each method's loop, and its tok/s against plain AR.
 
     python tests/bench_loop.py                                            (tests/tiny on CPU, 0.6B on a GPU)
     python tests/bench_loop.py --scripts refusion --shape "" --model runs/refusion --problems 16
 
-Every decoding that the script's own `compare` offers, batch 1. With --shape: random weights in a Qwen3 shape, a random
-prompt, the paper's settings, no EOS; nearly no draft is good, so tok/s is what a method costs where it gains nothing.
-Without: the script's models, settings and problems. A flag that is not known here, as --model, is the script's.
-tok/s is timed without waits between forwards. For the share a forward lasts from its inputs to the last of its
-results: all else is masks, positions, head, choices, copies. A pass before both compiles and captures. The last line
-of stdout is JSON.
+Every decoding that the script's own `compare` offers, batch 1. With --shape: random weights in a Qwen3 shape,
+a random prompt, the paper's settings, no EOS; nearly no draft is good, so tok/s is what a method costs where
+it gains nothing. Without: the script's models, settings and problems. A flag that is not known here, as
+--model, is the script's. tok/s is timed without waits between forwards. For the share, a forward lasts from
+its inputs to the last of its results: all else is masks, positions, head, choices, copies. A pass before both
+compiles and captures. The last line of stdout is JSON.
 """
 
 import dataclasses
@@ -72,9 +72,13 @@ def main(argv=None):
             prompts = [torch.tensor([ids], device=args.device) for ids in prompts]
 
             def decode_all():
-                records = [run(model, ids, cfg, decoder, torch.Generator().manual_seed(0)) for ids in prompts]
-                tokens = sum(len(script.trim(seq[0, ids.shape[1] :], cfg)) for (seq, _), ids in zip(records, prompts))
-                return tokens, sum(record["forwards"] for _, record in records)
+                tokens = 0
+                forwards = 0
+                for ids in prompts:
+                    seq_ids, record = run(model, ids, cfg, decoder, torch.Generator().manual_seed(0))
+                    tokens += len(script.trim(seq_ids[0, ids.shape[1] :], cfg))
+                    forwards += record["forwards"]
+                return tokens, forwards
 
             decode_all()
             (tokens, forwards), seconds = clock(decode_all, wait)

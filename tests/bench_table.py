@@ -2,10 +2,11 @@
 
     python tests/bench_table.py --scripts refusion d2f --seeds 0 1 2 --threads 1 2 --out runs/table.jsonl
 
-Runs `python SCRIPT.py --train --generate --seed S` one after the other, each in a process of its own with T threads,
-and keeps what its last line says, with the seconds, as a line of --out. Started again it goes on: what the file has of
-the same code (script, common.py, kernels.py, models and data of tests/tiny) and the same flags is taken from there.
-A flag that is not known here, as --steps, goes to the scripts. At the end markdown, and one line of JSON.
+Runs `python SCRIPT.py --train --generate --seed S` one after the other, each in a process of its own with T
+threads, and keeps what its last line says, with the seconds, as a line of --out. Started again it goes on:
+what the file has of the same code (script, common.py, kernels.py, models and data of tests/tiny) and the same
+flags is taken from there. A flag that is not known here, as --steps, goes to the scripts. At the end
+markdown, and one line of JSON.
 """
 
 import hashlib
@@ -22,23 +23,24 @@ from pathlib import Path
 from bench_decode import ROOT, header, parser, table
 from bench_train import SCRIPTS
 
-FIGURES = dict(right=min, tokens_per_forward=min, x_ar=min, seconds=max)  # name: which of several runs is the worst
+FIGURES = dict(right=min, tokens_per_forward=min, x_ar=min, seconds=max)  # name: what is worst of several
 
 
 def code_of(script):
     """A short hash of all files that decide what a run gives."""
-    files = [ROOT / f"{script}.py", ROOT / "common.py", ROOT / "kernels.py", *sorted((ROOT / "tests/tiny").rglob("*.*"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.is_file())).hexdigest()[:12]
+    files = [ROOT / f"{name}.py" for name in (script, "common", "kernels")]
+    files += sorted(path for path in (ROOT / "tests/tiny").rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def run(key):
-    """Train and decode once. Returns its rows, seconds by the clock and of the processor; ValueError if it fails."""
+    """Train and decode once. Returns rows, seconds by the clock and of the CPU; ValueError if it fails."""
     env = os.environ | {"OMP_NUM_THREADS": str(key["threads"])}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / f"{key['script']}.py", "--train", "--generate", "--seed", str(key["seed"]),
-                   "--out", folder, *key["flags"]]  # fmt: skip
+        command = [sys.executable, ROOT / f"{key['script']}.py", "--train", "--generate"]
+        command += ["--seed", str(key["seed"]), "--out", folder, *key["flags"]]
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     seconds = time.time() - start
     if done.returncode:
@@ -55,8 +57,8 @@ def summary(runs):
     for line in runs:
         for row in line["rows"]:
             groups.setdefault((line["script"], row["label"], line["threads"]), []).append(line | row)
-    table("script", "decoding", "threads", "n", "right, worst", "median", "tokens per forward, worst", "median",
-          "tok/s x AR, worst", "median", "seconds, longest", "median")  # fmt: skip
+    figures = ("right, worst", "tokens per forward, worst", "tok/s x AR, worst", "seconds, longest")
+    table("script", "decoding", "threads", "n", *(cell for name in figures for cell in (name, "median")))
     table(*["---"] * 12)
     found = []
     for (script, label, threads), group in sorted(groups.items(), key=lambda item: SCRIPTS.index(item[0][0])):
@@ -65,9 +67,11 @@ def summary(runs):
             values = [row[name] for row in group]
             entry |= {f"{name}_worst": worst(values), f"{name}_median": statistics.median(values)}
         found.append(entry)
-        table(script, label, threads, len(group), f"{entry['right_worst']}/{entry['problems']}",
-              f"{entry['right_median']:g}", *(float(entry[f"{name}_{kind}"]) for name in list(FIGURES)[1:]
-                                              for kind in ("worst", "median")))  # fmt: skip
+        right = f"{entry['right_worst']}/{entry['problems']}", f"{entry['right_median']:g}"
+        others = [
+            float(entry[f"{name}_{kind}"]) for name in list(FIGURES)[1:] for kind in ("worst", "median")
+        ]
+        table(script, label, threads, len(group), *right, *others)
     return found
 
 

@@ -1,13 +1,13 @@
-"""One training step, forward and backward, of each script: ours against the same step on the library's forward.
+"""One training step, forward and backward, of each script, against the same step on the library's forward.
 
-    python tests/bench_train.py                       (tiny shape on CPU, 0.6B with rows of 2048 tokens on a GPU)
+    python tests/bench_train.py                    (tiny shape on CPU, 0.6B with rows of 2048 tokens on a GPU)
     python tests/bench_train.py --scripts refusion --shape 0.6B --length 512
 
-Random rows, a quarter of each the prompt; random weights in a Qwen3 shape, prepared by the script's own `train`. The
-library's side: its own forward with SDPA and a dense mask, and the logits of all rows at once. Where a step needs
-other projections than the library has (D2F's LoRA, Orthrus's second view), that walk runs layer by layer, uncompiled,
-with the dense mask. tokens/s counts tokens of the data, not their copies. Times are medians (smallest - largest), the
-step before them apart; peak memory on CUDA. The last line of stdout is JSON.
+Random rows, a quarter of each the prompt; random weights in a Qwen3 shape, prepared by the script's own
+`train`. The library's side: its own forward with SDPA and a dense mask, and the logits of all rows at once.
+Where a step needs other projections than the library has (D2F's LoRA, Orthrus's second view), that walk is
+ours, uncompiled, with the dense mask. tokens/s counts tokens of the data, not their copies. Times are medians
+(smallest - largest), after a step apart; peak memory on CUDA. The last line of stdout is JSON.
 """
 
 import contextlib
@@ -29,9 +29,10 @@ SCRIPTS = ["refusion", "d2f", "fastdllm_v2", "orthrus", "codila"]
 
 
 def run_script(script, argv, **changes):
-    """The script's own main(argv), silent, some of its functions replaced. Raises ValueError where it refuses."""
+    """The script's own main(argv), silent, some of its functions replaced. ValueError where it refuses."""
     said = io.StringIO()
-    with mock.patch.multiple(script, **changes), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    silent = contextlib.redirect_stdout(said), contextlib.redirect_stderr(said)
+    with mock.patch.multiple(script, METHOD=script.METHOD, **changes), silent[0], silent[1]:
         status = script.main([str(word) for word in argv])
     if status:
         raise ValueError(f"{script.METHOD} {argv}: {said.getvalue()}")
@@ -40,15 +41,19 @@ def run_script(script, argv, **changes):
 def random_weights(shape, device, prompt, answer):
     """Changes for `run_script`: a backbone of random weights in a named shape, random rows of so many tokens.
 
-    The settings are the paper's. Ids are of the whole vocabulary: who calls sets cfg.vocab_len to `vocab_len(shape)`.
+    Settings as in the paper. Ids are of the whole vocabulary: cfg.vocab_len must become `vocab_len(shape)`.
     """
 
     def encode(tokenizer, messages, text=""):
         ids = torch.randint(2, vocab_len(shape), (prompt + answer,)).tolist()
         return {"prompt_ids": ids[:prompt], "answer_ids": [*ids[prompt:-1], tokenizer.eos_token_id]}
 
-    return dict(TINY={}, encode=encode, from_pretrained=lambda name, dtype, meta=False: build(shape, device, dtype),
-                read_data=lambda path: [([{"role": "user", "content": ""}], "", None)] * 8)  # fmt: skip
+    return dict(
+        TINY={},
+        encode=encode,
+        from_pretrained=lambda name, dtype, meta=False: build(shape, device, dtype),
+        read_data=lambda path: [([{"role": "user", "content": ""}], "", None)] * 8,
+    )
 
 
 def vocab_len(shape):
@@ -68,8 +73,8 @@ def prepared_step(script, argv, shape=None, device="cpu", **changes):
         found.extend([model, {name: x.to(cfg.device) for name, x in inputs.items()}, cfg])
 
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "run")
-        run_script(script, ["--train", "--accumulation", 1, "--out", out, "--device", device, *argv], fit=fit, **changes)
+        argv = ["--train", "--accumulation", 1, "--out", Path(folder, "run"), "--device", device, *argv]
+        run_script(script, argv, fit=fit, **changes)
     return found
 
 
@@ -77,11 +82,12 @@ def library_walk(backbone, input_ids, position_ids, attn_mask, layer_kvs=None, w
                  project=own_projection, **settings):  # fmt: skip
     """walk's signature on the library's own forward, where that can do it; else our layers, uncompiled."""
     if layer_kvs is not None or project is not own_projection:
-        return walk(backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, project=project, compiled=False)
+        return walk(backbone, input_ids, position_ids, attn_mask, layer_kvs, write_idx, project=project,
+                    compiled=False)  # fmt: skip
     embeds = input_ids if input_ids.is_floating_point() else backbone.model.embed_tokens(input_ids)
     mask = attn_mask.expand(len(embeds), -1, -1, -1)
-    found = backbone.model(inputs_embeds=embeds, position_ids=position_ids, attention_mask=mask, use_cache=False)
-    return found.last_hidden_state
+    inputs = dict(inputs_embeds=embeds, position_ids=position_ids, attention_mask=mask)
+    return backbone.model(**inputs, use_cache=False).last_hidden_state
 
 
 def full_token_nll(head, hidden, labels, chunk=None):
@@ -101,7 +107,7 @@ def on_the_library(script):
 
 
 def timed(script, model, inputs, cfg, repeat):
-    """Figures of forward and backward: loss, (median, smallest, largest) ms, first ms, peak MiB on CUDA or None."""
+    """Loss, (median, smallest, largest) ms of forward and backward, first ms, peak MiB on CUDA or None."""
     cuda = cfg.device.startswith("cuda")
 
     def step():
@@ -122,8 +128,8 @@ def timed(script, model, inputs, cfg, repeat):
 
 
 def main(argv=None):
-    args = parser(__doc__, scripts=(SCRIPTS, SCRIPTS), shape=("tiny", "0.6B"), length=(128, 2048), batch=(1, 1),
-                  repeat=(3, 10)).parse_args(argv)  # fmt: skip
+    sizes = dict(shape=("tiny", "0.6B"), length=(128, 2048), batch=(1, 1), repeat=(3, 10))
+    args = parser(__doc__, scripts=(SCRIPTS, SCRIPTS), **sizes).parse_args(argv)
     head = header(args.device)
     print(f"{args.shape} shape, rows of {args.length} tokens, batch {args.batch}\n")
     table("script", "ours ms", "library ms", "x library", "tokens/s", "peak MiB, ours", "library")
@@ -139,8 +145,10 @@ def main(argv=None):
         with on_the_library(script):
             library = timed(script, model, inputs, cfg, args.repeat)
         rows.append(dict(script=name, ours=ours, library=library))
-        table(name, spread(ours["ms"]), spread(library["ms"]), library["ms"][0] / ours["ms"][0],
-              1e3 * args.batch * args.length / ours["ms"][0], ours["peak_mib"] or "-", library["peak_mib"] or "-")  # fmt: skip
+        ms = ours["ms"][0]
+        gains = library["ms"][0] / ms, 1e3 * args.batch * args.length / ms
+        peaks = [side["peak_mib"] or "-" for side in (ours, library)]
+        table(name, spread(ours["ms"]), spread(library["ms"]), *gains, *peaks)
         del model, inputs
     print(json.dumps(head | dict(shape=args.shape, length=args.length, batch=args.batch, rows=rows)))
 

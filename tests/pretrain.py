@@ -4,10 +4,10 @@
     python tests/pretrain.py --train --objective diffusion --model FOLDER --data ROWS.jsonl --out OTHER
     python tests/pretrain.py --make_tiny        makes all of tests/tiny again, 25 minutes on one core
 
-Any Hugging Face causal LM that common.py can walk. `ar` learns the next token of the answers. `diffusion` gives the
-same weights full attention and learns masked tokens of the answers, EOS padding among them, from the row before each
-(`shifted_logits` in config.json): what D2F takes as its teacher and CoDiLA as its diffusion LM. All of it runs on the
-frame of refusion.py (rows, loop, saves, --resume, several processes).
+Any Hugging Face causal LM that common.py can walk. `ar` learns the next token of the answers. `diffusion`
+gives the same weights full attention and learns masked tokens of the answers, EOS padding among them, from
+the row before each (`shifted_logits` in config.json): what D2F takes as its teacher and CoDiLA as its
+diffusion LM. All of it runs on the frame of refusion.py (rows, loop, saves, --resume, several processes).
 """
 
 import dataclasses
@@ -64,7 +64,8 @@ def draw_noise(batch, cfg, generator):
 def make_training_inputs(batch, draws, cfg):
     """prompt | answer | EOS ...: input_ids, labels (B, L) int64 at the row before their token, weights float32.
 
-    The loss is sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of the batch.
+    The loss is sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of
+    the batch.
     """
     L = padded_len(draws["length"], cfg.device)
     input_ids = torch.full((len(batch), L), cfg.eos_id)
@@ -110,7 +111,7 @@ def train(cfg, folder):
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-# ---------------------------------------------------------------------------------------------------------- tests/tiny
+# ------------------------------------------------------------------------------------------------ tests/tiny
 
 PATTERN = " ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"  # one token a word, digit or sign, words with the space before them
 THEMES = "red blue green gold".split()

@@ -1,10 +1,11 @@
-"""Every script on a device that does not exist: tensors carry a mark, and what a GPU would refuse is refused here.
+"""Every script on a device that does not exist: tensors carry a mark, what a GPU would refuse is refused.
 
-A mixture of marked and unmarked tensors is an error, as with a GPU and a CPU; what makes the CPU wait is counted. So a
-loop or a loss that would break on a GPU, or wait more than needed, fails on any machine. The models, decoders and rows
-are those of the script's own command line.
+A mixture of marked and unmarked tensors is an error, as with a GPU and a CPU; what makes the CPU wait is
+counted. So a loop or a loss that would break on a GPU, or wait more than needed, fails on any machine. The
+models, decoders and rows are those of the script's own command line.
 """
 
+import contextlib
 import importlib
 
 import pytest
@@ -18,7 +19,18 @@ from common import kernels
 DEVICE = torch.device("xpu")  # a name that the library knows and no test machine has
 FREE = {"__setitem__", "copy_", "index_put_"}  # a GPU takes these from the CPU
 NO_WORK = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}  # nor has indexing by numbers
-WAITS = {"cpu", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "allclose"}
+WAITS = {
+    "cpu",
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "equal",
+    "allclose",
+}
 
 
 def marked(value):
@@ -55,7 +67,9 @@ class PretendedDevice(TorchFunctionMode):
         if here:
             others = [leaf for leaf in leaves if not marked(leaf) and leaf.dim()]
             by_index = name == "__getitem__" and marked(args[0])
-            assert not others or by_index or (name in FREE and marked(args[0])), f"{name}: tensors that are not on the device"
+            assert not others or by_index or (name in FREE and marked(args[0])), (
+                f"{name}: tensors that are not on the device"
+            )
             by_mask = name == "__getitem__" and any(leaf.dtype == torch.bool for leaf in leaves[1:])
             waits = name in WAITS or by_mask or (others and not kwargs.get("non_blocking"))
             if name not in NO_WORK and not (by_index and len(leaves) == 1):
@@ -124,7 +138,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
 
 
 def decodings(script, monkeypatch, device, *flags, padded=False, times=1):
-    """[(label, tokens, record, waits, forwards)] of all that the script's `compare` decodes, and of a ragged batch."""
+    """[(label, texts, rounds, waits, forwards)] of all that `compare` decodes, and of a ragged batch."""
     found = []
     replay = kernels.GraphReplay.__call__
     calls = 0
@@ -154,14 +168,16 @@ def decodings(script, monkeypatch, device, *flags, padded=False, times=1):
                 found.append((name, [row.tolist() for row in rows], record["fixed_round"], waits, calls))
         return dict(label=label)
 
-    with PretendedDevice() as pretended, monkeypatch.context() as patch:
+    pretended = PretendedDevice()
+    flags = ["--device", device, "--dtype", "float32", "--max_new_tokens", 16, *flags]
+    with monkeypatch.context() as patch, contextlib.nullcontext() if device == "cuda" else pretended:
         patch.setattr(kernels.GraphReplay, "__call__", call)
-        flags = ["--model", script.Config.model, "--device", device, "--dtype", "float32", "--max_new_tokens", 16, *flags]
-        run_script(script, ["--generate", *flags], decode=decode)
+        run_script(script, ["--generate", "--model", script.Config.model, *flags], decode=decode)
     return found
 
 
-OWN = dict(refusion=["--plan_ahead"], orthrus=["--merged", 2], codila=["--table", 4], fastdllm_v2=["--block_cache"], d2f=[])
+OWN = dict(refusion=["--plan_ahead"], orthrus=["--merged", 2], codila=["--table", 4], d2f=[],
+           fastdllm_v2=["--block_cache"])  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature, padded", [(0, False), (1, True)])
@@ -185,7 +201,8 @@ def test_a_training_step_keeps_devices_apart_and_waits_only_to_choose_rows(name)
     losses = []
     for device in ("cpu", str(DEVICE)):
         with PretendedDevice() as pretended:
-            model, inputs, cfg = prepared_step(script, ["--batch_size", 4, "--dtype", "float32"], device=device)
+            flags = ["--batch_size", 4, "--dtype", "float32"]
+            model, inputs, cfg = prepared_step(script, flags, device=device)
             pretended.events.clear()
             torch.manual_seed(0)
             loss = script.training_loss(model, inputs, cfg)[0]

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 
-SCRIPTS = ("refusion",)
+SCRIPTS = ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila")
 MARKS = re.compile(r"^# =+ (frame: .*|main)$", re.MULTILINE)
 # what makes a run of a few steps: every script on its own tiny models
 FEW = dict(steps=3, batch_size=4, problems=2, device="cpu", dtype="float32")
@@ -66,7 +66,7 @@ def jsonl(path, rows):
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------ the text
+# -------------------------------------------------------------------------------------------------- the text
 
 
 def source_of(name):
@@ -124,7 +124,7 @@ def test_helpers_of_the_same_name_are_the_same_text():
         assert len(texts) >= 2 and len({*texts}) == 1, name
 
 
-# -------------------------------------------------------------------------------------------------- training and resume
+# --------------------------------------------------------------------------------------- training and resume
 
 
 def weights(folder):
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(script, tmp_pa
     AutoModelForCausalLM.from_pretrained(out / "step-000000002")
 
 
-@pytest.mark.parametrize("moment", range(1, 16, 2))
+@pytest.mark.parametrize("moment", (1, 4, 7, 9, 12))
 def test_killed_during_a_save(tmp_path, monkeypatch, moment):
     """At whichever file operation the process dies, a whole save is found and training goes on from it."""
     import refusion as script
@@ -232,13 +232,30 @@ def test_killed_during_a_save(tmp_path, monkeypatch, moment):
 def spawn(name, *args):
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
-def test_signals_in_a_real_process(tmp_path, name, status):
-    """What asks to stop finishes the step and saves; after kill -9 the last save is whole. All resume."""
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, capsys, name, status):
+    import refusion as script
+
+    calls, training_loss, usual = [], script.training_loss, signal.getsignal(getattr(signal, name))
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), getattr(signal, name))
+        return training_loss(*args)
+
+    monkeypatch.setattr(script, "training_loss", interrupted)
+    assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
+    assert "stopped and saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
+    assert signal.getsignal(getattr(signal, name)) is usual
+    assert run(script, "--train", "--resume", "--out", tmp_path, "--device", "cpu") == 0 and len(calls) == 3
+
+
+def test_kill_9_in_a_real_process(tmp_path):
+    """The last save is whole, and training goes on from it."""
     import refusion
 
     out = tmp_path / "run"
@@ -248,13 +265,10 @@ def test_signals_in_a_real_process(tmp_path, name, status):
         while not list(out.glob("step-*")):
             assert time.time() < deadline and process.poll() is None, process.communicate()[1]
             time.sleep(0.05)
-        process.send_signal(getattr(signal, name))
-        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == status
-    if name != "SIGKILL":
-        assert "stopped and saved after" in err.splitlines()[-1] and "Traceback" not in err
+    process.communicate(timeout=60)
+    assert process.returncode == -9
     step = int(refusion.newest(out).name.removeprefix("step-"))
     assert run(refusion, "--train", "--resume", "--steps", step + 1, "--out", out) == 0
     assert json.loads((out / "config.json").read_text())["trained_with"]["steps"] == step + 1
@@ -270,21 +284,20 @@ def test_training_works_in_a_thread(tmp_path):
     assert found == [0]
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capfd):
-    """A child that may write no file larger than 2 MB: the weights have 3."""
-    import refusion
+def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capsys):
+    """No file may be larger than 2 MB for a while: the weights have 3."""
+    import refusion as script
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    command = [sys.executable, str(ROOT / "refusion.py"), "--train", *short(), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("refusion.py: ") and "File too large" in done.stderr
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, usual[0][1]))
+    try:
+        assert run(script, "--train", *short(), "--out", tmp_path / "run") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual[0])
+        signal.signal(signal.SIGXFSZ, usual[1])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("refusion.py: ") and "File too large" in line
     assert list((tmp_path / "run").iterdir()) == []
-    assert refusion.METHOD == "refusion"
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +344,7 @@ def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
     assert (tmp_path / "there" / "notes.txt").read_text() == "mine"
 
 
-# ------------------------------------------------------------------------------------------------------------- generate
+# -------------------------------------------------------------------------------------------------- generate
 
 
 def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys):
@@ -435,7 +448,7 @@ def test_trace_has_a_dot_per_mask_a_colour_per_round_and_rejected_drafts(capsys,
     assert texts == ["round   1 | ·b<", "round   2 | ab&"] and picture[0][2].get("text-decoration") == "line-through"
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------------ data
 
 ROWS = {
     "prompt/response": {"prompt": "Tom has 3 red", "response": " 3+4=7."},
@@ -522,7 +535,7 @@ def without_mask(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(specials))
 
 
-def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path):
+def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path, capsys):
     import refusion as script
 
     cfg = script.Config(device="cpu", dtype="float32")
@@ -532,8 +545,9 @@ def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path):
     assert cfg.mask_id == cfg.vocab_len == rows - 1 == model.config.mask_token_id
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert model.model.embed_tokens.padding_idx is None, "the EOS row must get its gradient"
-    with pytest.raises(ValueError, match="mask None"):
-        script.load(name, cfg, torch.float32)
+    script.load(name, cfg, torch.float32)
+    assert cfg.mask_id is None, "enough for plain AR"
+    assert "no mask token" in refused(script, capsys, "--generate", "--model", name, "--prompt", "Tom")
 
 
 def test_a_hole_in_the_ids_of_a_tokenizer(tmp_path):
@@ -566,7 +580,7 @@ def test_every_eos_of_the_config_ends_a_text(tmp_path):
     assert cfg.eos_id == 0, "an answer is closed by one"
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------- bad input
 
 
 OWN = {  # flags of one method that cannot work

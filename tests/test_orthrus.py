@@ -594,7 +594,7 @@ class Chance:
     def __init__(self, tape):
         self.tape = tape
 
-    def to(self, device):
+    def to(self, device, non_blocking=False):
         return self
 
     def __mul__(self, q):

@@ -1,5 +1,7 @@
 """What the README shows works: its recipes alone with the files they name, its flags, line counts and functions."""
 
+import dataclasses
+import importlib
 import os
 import re
 import shutil
@@ -24,8 +26,10 @@ def start():
 
 def run_alone(code, files):
     with tempfile.TemporaryDirectory() as folder:
-        for file in files.split():
-            shutil.copy(ROOT / file, folder)
+        for name in files.split():
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / name, Path(folder, name))
         Path(folder, "recipe.py").write_text(code)
         command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {folder!r}); import recipe"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -43,26 +47,27 @@ def test_there_are_recipes():
 
 
 def test_line_counts_are_those_of_the_files():
-    counts = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README, re.MULTILINE)
+    counts = re.findall(r"^\| `(\w+\.py)` \| (\d+) \| (\d*)", README, re.MULTILINE)
     assert len(counts) == 7
-    for name, lines in counts:
-        assert len((ROOT / name).read_text().splitlines()) == int(lines), name
+    for name, lines, frame in counts:
+        source = (ROOT / name).read_text()
+        assert len(source.splitlines()) == int(lines), name
+        if frame:
+            marks = [text.start() for text in re.finditer(r"^# =+ (?:frame: .*|main)$", source, re.MULTILINE)]
+            assert source[marks[0] : marks[1]].count("\n") == int(frame), name
 
 
 def test_every_flag_shown_exists():
-    import importlib
-
     for name, flags in re.findall(r"python (\w+)\.py ((?:--?[^\n`|]*))", README):
         script = importlib.import_module(name)
-        source = (ROOT / f"{name}.py").read_text()
+        fields = {field.name for field in dataclasses.fields(script.Config)}
         for flag in re.findall(r"--([\w-]+)", flags):
-            field = flag.removeprefix("no-")
-            known = field in {f.name for f in script.dataclasses.fields(script.Config)} | set(script.OWN_FLAGS)
-            assert known or f'"--{flag}"' in source or f'"{flag}"' in source, (name, flag)
+            own = ("train", "generate", "resume", "trace", "prompt", "trace-svg")
+            assert flag.removeprefix("no-") in fields or flag in own, (name, flag)
 
 
 def test_every_function_named_in_the_maps_exists():
-    section = README[README.index("## Reading beside the papers") : README.index("## To copy")]
+    section = README[README.index("## Beside the papers") : README.index("## To copy")]
     blocks = re.split(r"^(?=\*\*.*\*\*, `\w+\.py`)", section, flags=re.MULTILINE)[1:]
     assert len(blocks) == 5
     for block in blocks:
@@ -71,3 +76,16 @@ def test_every_function_named_in_the_maps_exists():
         for function in re.findall(r"-> (.+)", block):
             for word in re.findall(r"`(?:\w+\.)?(\w+)`", function):
                 assert re.search(rf"^(?:    )?(?:def|class) {word}\b", sources, re.MULTILINE), (name, word)
+
+
+def test_every_test_that_the_tests_readme_names_exists():
+    """Its table of faults: words after a letter are names of tests in the file that the letter stands for."""
+    files = dict(C="common", F="frame", R="refusion", D="d2f", V="fastdllm_v2", O="orthrus", L="codila")
+    found = {x: set(re.findall(r"^def test_(\w+)", (ROOT / "tests" / f"test_{name}.py").read_text(), re.MULTILINE))
+             for x, name in files.items()}  # fmt: skip
+    note = r"(?: \([^)]*\))?"
+    lists = rf"\b([CFRDVOL]) (\w+{note}(?:, (?![CFRDVOL] )\w+{note})*)"
+    table = (ROOT / "tests" / "README.md").read_text().partition("\n| fault |")[2].partition("\n\n")[0]
+    named = [(x, name) for x, names in re.findall(lists, table) for name in re.sub(note, "", names).split(", ")]
+    assert not [(x, name) for x, name in named if name not in found[x]]
+    assert len(named) > 100
