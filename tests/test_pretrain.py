@@ -5,26 +5,24 @@ TINY_ROWS=200 judges them on every row of their test files (10 minutes), else on
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import codila
 import d2f
+import pretrain
 import refusion
 from common import generate_ar
 
 ROWS = int(os.environ.get("TINY_ROWS", 6))
 
 
-def right(name, rows_of, run, cfg):
+def right(model, tokenizer, rows_of, run, cfg):
     """How many of the first ROWS rows are right, each decoded by run(model, prompt_ids)."""
-    model, tokenizer = refusion.load(str(TINY / name), cfg, torch.float32)
     count = 0
     for messages, answer, pattern in refusion.read_data(TINY / f"{rows_of}.jsonl")[:ROWS]:
         prompt_ids = torch.tensor([refusion.encode(tokenizer, messages)["prompt_ids"]])
@@ -34,36 +32,35 @@ def right(name, rows_of, run, cfg):
     return count
 
 
+def load(name, cfg):
+    return refusion.load(str(TINY / name), cfg, torch.float32)
+
+
 def bar(least):
     return ROWS if ROWS < 200 else least
 
 
 def test_ar_answers_every_problem():
     cfg = refusion.Config(max_new_tokens=32, device="cpu")
-    assert right("ar", "test", lambda model, ids: generate_ar(model, ids, cfg), cfg) == bar(200)
+    assert right(*load("ar", cfg), "test", lambda model, ids: generate_ar(model, ids, cfg), cfg) == bar(200)
 
 
 def test_dlm_answers_at_one_token_a_step():
     cfg = d2f.Config(**{**d2f.TINY, "device": "cpu"})
-    assert right("dlm", "test", lambda model, ids: d2f.generate_vanilla(model, ids, cfg), cfg) >= bar(198)
+    assert right(*load("dlm", cfg), "test", lambda model, ids: d2f.generate_vanilla(model, ids, cfg), cfg) >= bar(198)
 
 
 def test_code_dlm_writes_well_formed_programs_at_one_token_a_step():
-    cfg = codila.Config(**{**codila.TINY, "device": "cpu", "mode": "tokens", "tokens_per_step": 1})
-    aux_model, aux_tokenizer = refusion.load(str(TINY / "code-ar"), refusion.Config(), torch.float32)
-    _, tokenizer = refusion.load(str(TINY / "code-dlm"), refusion.Config(), torch.float32)
+    cfg = codila.Config(**{**codila.TINY, "device": "cpu", "dtype": "float32", "mode": "tokens", "tokens_per_step": 1})
+    pair, tokenizer, _ = codila.load_pair(str(TINY / "code-ar"), cfg, torch.float32)
     generator = torch.Generator().manual_seed(0)
-
-    def run(model, prompt_ids):
-        pair = codila.Pair(model, aux_model, codila.link_vocabularies(tokenizer, aux_tokenizer, cfg)).eval()
-        return codila.generate(pair, prompt_ids, cfg, None, generator)
-
-    assert right("code-dlm", "code-test", run, cfg) >= bar(198)
+    found = right(pair, tokenizer, "code-test", lambda model, ids: codila.generate(model, ids, cfg, None, generator), cfg)
+    assert found >= bar(198)
 
 
 def test_code_ar_writes_well_formed_programs():
     cfg = refusion.Config(max_new_tokens=40, device="cpu")
-    assert right("code-ar", "code-test", lambda model, ids: generate_ar(model, ids, cfg), cfg) >= bar(190)
+    assert right(*load("code-ar", cfg), "code-test", lambda model, ids: generate_ar(model, ids, cfg), cfg) >= bar(190)
 
 
 @pytest.mark.parametrize("name", ["ar", "dlm", "code-dlm", "code-ar"])
@@ -83,16 +80,12 @@ def test_all_of_it_is_small():
 
 
 @pytest.mark.parametrize("objective, loss", [("ar", 0.05), ("diffusion", None)])
-def test_pretraining_makes_a_base_for_any_script(objective, loss, tmp_path):
+def test_pretraining_makes_a_base_for_any_script(objective, loss, tmp_path, capsys):
     """AR on rows that are known has a small loss; masked diffusion marks the folder; both are no script's own."""
     out = tmp_path / "run"
     flags = f"--objective {objective} --steps 3 --batch_size 4 --device cpu --dtype float32 --out {out}".split()
-    command = [sys.executable, str(ROOT / "tests" / "pretrain.py"), "--train", "--model", str(TINY / "ar"),
-               "--data", str(TINY / "train.jsonl"), *flags]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
-    assert done.returncode == 0, done.stderr
-    shown = float(done.stderr.rpartition("loss ")[2].partition(",")[0])
+    assert pretrain.main(["--train", "--model", str(TINY / "ar"), "--data", str(TINY / "train.jsonl"), *flags]) == 0
+    shown = float(capsys.readouterr().err.rpartition("loss ")[2].partition(",")[0])
     assert shown < loss if loss else shown > 1
     config = json.loads((out / "config.json").read_text())
     assert config.get("shifted_logits") is (True if objective == "diffusion" else None)
