@@ -710,7 +710,8 @@ def is_right(text, answer, pattern):
     if pattern is not None:
         return re.fullmatch(pattern, text.strip()) is not None
     if "####" in answer:
-        text, answer = (x.partition("####")[2].replace(",", "") for x in (text, answer))
+        text = text.partition("####")[2].replace(",", "")
+        answer = answer.partition("####")[2].replace(",", "")
     return text.strip() == answer.strip()
 
 
