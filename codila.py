@@ -9,10 +9,9 @@ Differs       from plain AR: 1. a frozen bidirectional model proposes, over a ca
               small model is trained, on whole masked blocks  3. up to B tokens per forward of the big model
 Implements    block-level absorbing noise -> draw_noise, make_training_inputs; soft conditioning [§3, Theorem
               3.3] -> soft_embed, ar_inputs; the bound [Eq. 2, Theorem 3.2] -> block_nll, training_loss;
-              static, dynamic and verifying schedules, independent tokens [Fig. 1a] -> select_blocks,
-              select_prefix, select_tokens, review, write_block, generate
-Left out      decoding of several prompts at once, holes of unknown length (DreamOn), a cache for the
-              diffusion LM
+              static, dynamic and verifying schedules, independent tokens [Fig. 1a] -> candidates,
+              select_blocks, select_prefix, select_tokens, review, write_block, generate
+Left out      several prompts at once, holes of unknown length (DreamOn), a cache for the diffusion LM
 Not as in     the published code, which could not be found. [paper]: public summaries of the paper say so,
               without a number; [code]: the public code of the base models; [ours]: both leave it open
 Run           python codila.py --train --generate              (tests/tiny, CPU)
@@ -21,8 +20,10 @@ Run           python codila.py --train --generate              (tests/tiny, CPU)
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import inspect
 import json
@@ -40,15 +41,10 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -57,22 +53,8 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 import common
-from common import (
-    Decoder,
-    build_mask,
-    by_chunks,
-    causal,
-    dense,
-    from_pretrained,
-    full,
-    generate_ar,
-    is_eos,
-    kernels,
-    padded_len,
-    segments,
-    token_nll,
-    walk,
-)
+from common import Decoder, build_mask, by_chunks, causal, dense, from_pretrained, full, generate_ar, is_eos
+from common import kernels, padded_len, segments, token_nll, walk
 
 METHOD = "codila"
 HERE = Path(__file__).resolve().parent
@@ -107,6 +89,7 @@ class Config:
     mask_id: int | None = None
     eos_id: int | list | None = None  # of a list each ends a text, the first is padding
     vocab_len: int | None = None  # so many leading ids mean the same to both models
+    text_len: int | None = None  # most positions of the model
     # CoDiLA
     aux: str = f"{HERE}/tests/tiny/code-ar"  # Hub id or folder of the local AR model; Qwen3-0.6B [paper]
     tags: str = "<think> </think>"  # [paper] tokens of the AR model that enclose the marginals
@@ -138,8 +121,7 @@ TEMPLATE = {}  # arguments of the chat template
 
 
 # ---------------------------------------------------------------------------------------------- training step
-# n rows or positions, S columns, B tokens in a block, N blocks, m of them masked, Vs shared vocabulary, D
-# width of the AR model.
+# n rows or positions, S columns, B tokens in a block, N blocks, m masked ones, Vs shared vocabulary, D width
 
 
 def sizes(text):
@@ -150,17 +132,18 @@ def sizes(text):
 
 
 def draw_noise(batch, cfg, generator):
-    """Block-level absorbing noise: all tokens of a block are masked together.  [paper]
+    """Block-level absorbing noise: the B tokens of a block are masked together.  [paper]
 
-    batch: list of {"prompt_ids", "answer_ids"} (lists of ints, the answer ends with EOS). Returns a list of
-    dicts: block_size and length, the same in all rows; p_mask float; block_masked, one bool per block; known,
-    per block one bool per token that is shown although its block is masked (none unless p_partial > 0).
+    So the bound asks for p(whole block), which an AR model gives. batch: list of {"prompt_ids", "answer_ids"}
+    (lists of ints, the answer ends with EOS). Returns a list of dicts: block_size and length, alike in all;
+    p_mask float; block_masked, N bools; known, N lists of B bools: tokens that stay though their block is
+    masked, as in dynamic decoding (p_partial).
     """
     options = sizes(cfg.block_sizes)
     B = options[torch.randint(len(options), (1,), generator=generator).item()]
     length = max(len(row["prompt_ids"]) + max(len(row["answer_ids"]), B) for row in batch)
     length += torch.randint(cfg.max_pad + 1, (1,), generator=generator).item()
-    length = padded_len(-(-length // 8) * 8, cfg.device)  # [code]
+    length = padded_len(-(-length // 8) * 8, cfg.device)  # a multiple of 8  [code]
     draws = []
     for row in batch:
         N = (length - len(row["prompt_ids"])) // B
@@ -182,43 +165,38 @@ def make_training_inputs(batch, draws, cfg):
 
         prompt | block 0 | block 1, masked | ... | block N-1 | rest of fewer than B tokens, never masked
 
-    Blocks are counted from the end of the prompt; EOS padding is data, masked and learnt like any token
-    [code]. Returns a dict: input_ids, labels (n, S) int64, the labels all tokens of masked blocks, -100
-    elsewhere; weights (n, S) float32; block_size (n,) int64. What is masked weighs 1 / t = (alpha_(t-1) -
-    alpha_t) / (1 - alpha_t) [Eq. 2], or N / m, over the tokens in blocks of the batch.
-    Raises ValueError for a token that the AR model does not know as such.
+    EOS padding is data, masked and learnt like any token [code]. The weight of a row is N / m [ours] or
+    1 / t = (alpha_(t-1) - alpha_t) / (1 - alpha_t) [Eq. 2]. Returns a dict: input_ids, labels (n, S) int64,
+    labels -100 outside masked blocks; weights (n, S) float32, at masks the weight of the row / the number of
+    tokens in all blocks of the batch, elsewhere 0; block_size (n,) int64. Raises ValueError for a token that
+    is not one of both models.
     """
     B = draws[0]["block_size"]
     maskable = sum(len(draw["block_masked"]) * B for draw in draws)
     shape = (len(batch), draws[0]["length"])
-    inputs = dict(
-        input_ids=torch.full(shape, batch[0]["answer_ids"][-1]),  # EOS
-        labels=torch.full(shape, -100),
-        weights=torch.zeros(shape),
-        block_size=torch.full(shape[:1], B),
-    )
+    input_ids = torch.full(shape, batch[0]["answer_ids"][-1])  # EOS
+    labels = torch.full(shape, -100)
+    weights = torch.zeros(shape)
     for r, (row, draw) in enumerate(zip(batch, draws)):
         P = len(row["prompt_ids"])
         N = len(draw["block_masked"])
-        ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
-        inputs["input_ids"][r, : len(ids)] = ids
-        block_ids = inputs["input_ids"][r, P : P + N * B]
+        input_ids[r, : P + len(row["answer_ids"])] = torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        block_ids = input_ids[r, P : P + N * B]  # a view
         in_masked = torch.tensor(draw["block_masked"]).repeat_interleave(B)
         is_masked = in_masked & ~torch.tensor(draw["known"]).flatten()
         weight = dict(count=N / max(sum(draw["block_masked"]), 1), inverse_t=1 / draw["p_mask"], uniform=1.0)
-        inputs["labels"][r, P : P + N * B] = block_ids.masked_fill(~in_masked, -100)
-        inputs["weights"][r, P : P + N * B] = is_masked * (weight[cfg.weighting] / maskable)
+        labels[r, P : P + N * B] = block_ids.masked_fill(~in_masked, -100)
+        weights[r, P : P + N * B] = is_masked * (weight[cfg.weighting] / maskable)
         block_ids[is_masked] = cfg.mask_id
-    if inputs["labels"].max() >= cfg.vocab_len:
-        raise ValueError(f"token {inputs['labels'].max()} of an answer is not one of both models")
-    return inputs
+    if labels.max() >= cfg.vocab_len:
+        raise ValueError(f"token {labels.max()} of an answer is not one of both models")
+    return dict(input_ids=input_ids, labels=labels, weights=weights, block_size=torch.full(shape[:1], B))
 
 
 def no_text(model, cfg, device, suppress_ids=()):
-    """Which of the shared ids are never written: the mask and the tags, if they are among them. (Vs,) bool"""
-    banned = torch.zeros(cfg.vocab_len, dtype=torch.bool)
-    banned[[i for i in (cfg.mask_id, *model.tag_ids, *suppress_ids) if i < cfg.vocab_len]] = True
-    return banned.to(device, non_blocking=True)
+    """Which of the shared ids are never written: mask and tags, where they are among them. -> (Vs,) bool"""
+    never = torch.tensor([cfg.mask_id, *model.tag_ids, *suppress_ids])
+    return torch.isin(torch.arange(cfg.vocab_len), never).to(device, non_blocking=True)
 
 
 def shared_logits(logits, banned):
@@ -227,27 +205,32 @@ def shared_logits(logits, banned):
 
 
 def soft_embed(model, probs, token_ids, cfg):
-    """What the AR model reads at n positions: e = sum_v probs(v) E(v), E not detached. -> (n, D)  [§3]
+    """What the AR model reads at n positions: e = sum_v probs(v) E(v), E its embeddings. -> (n, D)  [§3]
 
-    probs (n, Vs) float32 marginals; token_ids (n,) int64 as on the canvas: what is known there has a one-hot
-    marginal [ours]. Marginals cut to k tokens exclude some outputs for good [Theorem 3.3].
+    probs (n, Vs) float32, the marginals; token_ids (n,) int64 as on the canvas: a token that stands there
+    already is read as itself, as if its marginal were one-hot [ours]. topk: the likeliest k of each marginal,
+    renormalised; what that cuts off excludes some outputs for good [Theorem 3.3].
     """
     if cfg.topk:
         top = probs.topk(min(cfg.topk, probs.shape[-1]))
         kept = top.values / top.values.sum(-1, keepdim=True)
         probs = torch.zeros_like(probs).scatter(-1, top.indices, kept)
     embed = model.aux_model.model.embed_tokens
+    soft = probs.to(embed.weight.dtype) @ embed.weight[: probs.shape[-1]]
     token_ids = token_ids.to(probs.device, non_blocking=True)
     is_masked = token_ids == cfg.mask_id
-    soft = probs.to(embed.weight.dtype) @ embed.weight[: probs.shape[-1]]
-    return torch.where(is_masked[:, None], soft, embed(token_ids.masked_fill(is_masked, 0)))
+    known = embed(token_ids.masked_fill(is_masked, 0))  # E may have no row for the mask
+    return torch.where(is_masked[:, None], soft, known)
 
 
 def ar_inputs(model, embeds, written_ids, cfg):
-    """<think> e_1 .. e_b </think> y_1 .. y_k: what the AR model knows of the canvas, and what it wrote.  [§3]
+    """What the AR model reads: a block's soft embeddings between the tags, then what it wrote so far.  [§3]
 
-    embeds (m, b, D), written_ids (m, k) int64 -> (m, b+2+k, D). Its last k+1 rows predict y_1 .. y_(k+1): y_1
-    comes from the </think> row.
+        reads      <think>   e_1 .. e_B   </think>   y_1   ..   y_k
+        predicts                          y_1        y_2   ..   y_(k+1)
+
+    embeds (m, B, D), written_ids (m, k) int64 -> (m, B+2+k, D), nothing else: all that it knows of the canvas
+    is in the marginals. Without the tags y_1 comes from the row of e_B.
     """
     embed = model.aux_model.model.embed_tokens
     tags = [embed.weight[i].expand(len(embeds), 1, -1) for i in model.tag_ids]
@@ -258,41 +241,42 @@ def ar_inputs(model, embeds, written_ids, cfg):
 def block_nll(model, inputs, cfg):
     """-log p of each token of the m masked blocks, by the AR model and by the marginals; their weights.
 
-    inputs of make_training_inputs. Returns three (m, B) float32, blocks in row-major order. One forward of
-    the frozen diffusion LM over the rows, one of the AR model over the blocks, each a row of its own [§3]:
-        -log p(block | x_t) = -sum_j log p_AR(y_j | <think> e_1 .. e_B </think> y_1 .. y_(j-1))
+    Three (m, B) float32, of inputs from make_training_inputs. One forward of the frozen diffusion LM over the
+    noisy rows x_t, then one of the AR model, in which every masked block is a row of its own [§3]:
+
+        -log p(y_1 .. y_B | x_t) = -sum_j log p_AR(y_j | <think> e_1 .. e_B </think> y_1 .. y_(j-1))
     """
     n, S = inputs["input_ids"].shape
     device = inputs["input_ids"].device
     B = inputs["block_size"][0].item()
     banned = no_text(model, cfg, device)
-    places = (inputs["labels"] != -100).nonzero().view(-1, B, 2)  # row and column of each token
+    # row and column of every token of a masked block, in reading order: B after B they are the blocks
+    places = (inputs["labels"] != -100).nonzero().view(-1, B, 2)
     m = padded_len(max(len(places), 1), device)  # on CUDA few shapes, since each is compiled
-    places = F.pad(places, (0, 0, 0, 0, 0, m - len(places)))  # by the start of a prompt: weight 0
+    places = F.pad(places, (0, 0, 0, 0, 0, m - len(places)))  # with the start of a prompt, of weight 0
     row_idx, pos = places.unbind(-1)  # (m, B)
     labels = inputs["labels"][row_idx, pos]
     token_ids = inputs["input_ids"][row_idx, pos].masked_fill(labels == -100, cfg.mask_id)
     labels = labels.clamp(min=0)
     with torch.no_grad():
         positions = torch.arange(S, device=device).expand(n, S)
-        mask = build_mask(full(), 1, S, S, device)
-        hidden = walk(model.backbone, inputs["input_ids"], positions, mask)
+        hidden = walk(model.backbone, inputs["input_ids"], positions, build_mask(full(), 1, S, S, device))
         hidden = hidden[row_idx, (pos - 1).clamp(min=0)]  # the row before a token predicts it  [code]
 
-    def read(rows, targets, token_ids):
+    def read(hidden, labels, token_ids):
         with torch.no_grad():
-            logp = shared_logits(model.backbone.lm_head(rows), banned).log_softmax(-1)
-        return soft_embed(model, logp.exp(), token_ids, cfg), -logp.gather(-1, targets[:, None])[:, 0]
+            logp = shared_logits(model.backbone.lm_head(hidden), banned).log_softmax(-1)
+        return soft_embed(model, logp.exp(), token_ids, cfg), -logp.gather(-1, labels[:, None])[:, 0]
 
     embeds, nll_alone = by_chunks(read, hidden.flatten(0, 1), labels.flatten(), token_ids.flatten())
-    embeds = ar_inputs(model, embeds.view(m, B, -1), labels[:, :-1], cfg)  # (m, T, D), T = 2 B + 1
-    T = embeds.shape[1]
-    positions = torch.arange(T, device=device).expand(m, T)  # every block starts at 0  [ours]
+    rows = ar_inputs(model, embeds.unflatten(0, (-1, B)), labels[:, :-1], cfg)  # (m, T, D), T = 2 B + 1
+    T = rows.shape[1]
+    positions = torch.arange(T, device=device).expand(len(rows), T)  # every block starts at 0  [ours]
     mask = dense(causal(), 1, T, T, device)  # rows far shorter than a tile of flex_attention
-    hidden = walk(model.aux_model, embeds, positions, mask, compiled=mask.is_cuda,
+    hidden = walk(model.aux_model, rows, positions, mask, compiled=mask.is_cuda,
                   checkpointing=cfg.checkpointing)  # fmt: skip
     nll = token_nll(lambda x: shared_logits(model.aux_model.lm_head(x), banned), hidden[:, -B:], labels)
-    return nll, nll_alone.view(m, B), inputs["weights"][row_idx, pos]
+    return nll, nll_alone.view(-1, B), inputs["weights"][row_idx, pos]
 
 
 def training_loss(model, inputs, cfg):
@@ -315,54 +299,49 @@ def draw_token(probs, u):
     return torch.searchsorted(cumulative, bar, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
-def choose(logits, cfg, generator):
-    """The likeliest token, or a draw at cfg.temperature. (n, Vs) -> (n,) int64, on the device"""
-    if cfg.temperature == 0:
-        return logits.argmax(-1)
-    u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
-    return draw_token((logits / cfg.temperature).softmax(-1), u)
-
-
 def propose(logits, cfg, generator):
-    """What the diffusion LM would write, and how sure it is. (n, Vs) -> (n,) int64, (n,) float64, on the CPU
+    """The likeliest tokens, or draws at cfg.temperature, and how sure a model is of each marginal.
 
-    conf = -H, the entropy of the marginal in nats [paper], at temperature 1 [ours].
+    conf = -H, the entropy in nats [paper], at temperature 1 [ours]. (n, Vs) -> (n,) int64, (n,) float64
     """
     probs = logits.softmax(-1)
     by_maxprob = cfg.conf == "maxprob" and cfg.mode in ("verify", "tokens")
-    conf = probs.amax(-1) if by_maxprob else -torch.special.entr(probs).sum(-1)
-    return choose(logits, cfg, generator).cpu(), conf.cpu().double()
-
-
-def text_end(ids, start, cfg):
-    """Index of the first EOS from start on, or the length of ids (S,)."""
-    found = is_eos(ids[start:], cfg.eos_id).nonzero()
-    return start + found[0].item() if len(found) else len(ids)
+    conf = (probs.amax(-1) if by_maxprob else -torch.special.entr(probs).sum(-1)).double()
+    if cfg.temperature == 0:
+        return logits.argmax(-1), conf
+    u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
+    return draw_token((logits / cfg.temperature).softmax(-1), u), conf
 
 
 def candidates(ids, P, cfg):
-    """Where something may be written: masks before the first EOS, in the window. ids (S,), blocks from P on.
+    """The blocks that may be written now: those with an open place, a mask before the first EOS.
 
-    Returns None where nothing is left, or (start, is_open): the position of the first block with such a mask;
-    (N, B) bool, True at such masks. The window keeps a far EOS from being written too early [paper].
+        ids        prompt | a b . d | . . . . | e f g h | . . . EOS | . .     . a mask, B = 4, window 3
+        is_open             0 0 1 0   1 1 1 1
+
+    ids (S,). Returns (start, is_open): the position of the first such block; (N, B) bool, all places from
+    there to the end of the last such block in the window. None if no place is open. The window keeps a far
+    EOS from being written too early [paper]; it begins at the first such block [ours].
     """
-    B = cfg.block_size
-    is_open = ids[P : text_end(ids, P, cfg)] == cfg.mask_id
-    is_open = F.pad(is_open, (0, -len(is_open) % B)).view(-1, B)  # the last block may be shorter
+    ended = is_eos(ids[P:], cfg.eos_id).cumsum(0) > 0
+    is_open = (ids[P:] == cfg.mask_id) & ~ended
+    is_open = F.pad(is_open, (0, -len(is_open) % cfg.block_size)).view(-1, cfg.block_size)
     block_idx = is_open.any(1).nonzero()[:, 0]
     if not len(block_idx):
         return None
-    block_idx = block_idx[block_idx < block_idx[0] + (cfg.window or len(is_open))]
-    return P + block_idx[0].item() * B, is_open[block_idx[0] : block_idx[-1] + 1]
+    first = block_idx[0].item()
+    last = block_idx[block_idx < first + (cfg.window or len(is_open))][-1]
+    return P + first * cfg.block_size, is_open[first : last + 1]
 
 
 def select_blocks(is_open, conf, cfg):
-    """Static: the blocks of lowest mean entropy. is_open (N, B) bool, conf (N, B) float64.  [paper]
+    """Static: the blocks of lowest mean entropy.  [paper]
 
-    Returns a list of indices (k,) into the N B places, here the open ones of each block. Ties: the lowest.
+    is_open (N, B) bool; conf (N, B) float64, which counts at open places alone [ours]. Returns a list, here
+    of the open places of each block: indices (k,) into the N B places in reading order. Ties: the lowest.
     """
     block_idx = is_open.any(1).nonzero()[:, 0]
-    mean = ((conf * is_open).sum(1) / is_open.sum(1))[block_idx]  # known tokens do not count  [ours]
+    mean = ((conf * is_open).sum(1) / is_open.sum(1))[block_idx]
     best = block_idx[mean.argsort(descending=True, stable=True)[: cfg.blocks_per_step]]
     return [i * cfg.block_size + is_open[i].nonzero()[:, 0] for i in best.tolist()]
 
@@ -370,24 +349,24 @@ def select_blocks(is_open, conf, cfg):
 def select_prefix(is_open, conf, cfg):
     """Dynamic: the longest k with h(k) <= tau, the mean entropy of a block's first k open places.  [paper]
 
-    Of several blocks that of lowest h(k) [ours]. h may fall again: every k is tried. A single token needs no
-    coherence: for k < 2 the most certain place.
+    h may fall again: every k is tried. Of several blocks that of lowest h(k) [ours]. If k < 2 the most
+    certain place of all, for the diffusion LM to write: a single token needs no coherence.
     """
-    count = is_open.cumsum(1)
-    mean = (conf * is_open).cumsum(1) / count
-    length = torch.where(is_open & (mean >= -cfg.tau), count, 0)
-    if length.max() < 2:
+    k = is_open.cumsum(1)  # (N, B), of the prefix that ends at this place
+    h = -(conf * is_open).cumsum(1) / k
+    passed = torch.where(is_open & (h <= cfg.tau), k, 0)
+    if passed.max() < 2:
         return [torch.where(is_open, conf, -torch.inf).argmax().view(1)]
-    best = torch.where(length == length.max(), mean, -torch.inf).argmax().item()
-    i, j = divmod(best, cfg.block_size)
-    return [i * cfg.block_size + is_open[i, : j + 1].nonzero()[:, 0]]
+    end = torch.where(passed == passed.max(), h, torch.inf).argmin().item()
+    start = end - end % cfg.block_size  # of its block
+    return [start + is_open.flatten()[start : end + 1].nonzero()[:, 0]]
 
 
 def select_tokens(is_open, conf, cfg):
     """Verification and independent tokens: the K most certain places of all blocks.  [paper, Fig. 1a]"""
     idx = is_open.flatten().nonzero()[:, 0]
     best = conf.flatten()[idx].argsort(descending=True, stable=True)[: cfg.tokens_per_step]
-    return [idx[best.sort().values]]
+    return [idx[best]]
 
 
 SELECT = dict(static=select_blocks, dynamic=select_prefix, verify=select_tokens, tokens=select_tokens,
@@ -403,21 +382,21 @@ def forward(decoder, inputs, positions, mask_mod):
 
 
 def review(model, aux, probs, token_ids, draft_ids, cfg, banned):
-    """What the AR model would write at n positions from a block's start, given the draft before.  [paper]
+    """What the AR model would write at n positions, each after the drafts before it in its block.  [paper]
 
-    probs (n, Vs); token_ids (canvas), draft_ids (n,) int64. One forward, the blocks packed in one row under a
-    mask that keeps them apart. -> (n,) int64, on the CPU
+    probs (n, Vs); token_ids (as on the canvas), draft_ids (n,) int64, from the start of a block on. One
+    forward over the rows of all blocks, packed into one under a mask that keeps them apart. -> (n,) int64
     """
     aux.kv_cache.reset()
     embeds = soft_embed(model, probs, token_ids, cfg).split(cfg.block_size)
     drafts = draft_ids.to(probs.device, non_blocking=True).split(cfg.block_size)
-    parts = [ar_inputs(model, e[None], y[None, :-1], cfg)[0] for e, y in zip(embeds, drafts)]
-    lengths = [len(part) for part in parts]
-    segment_ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])  # every block starts at 0
-    hidden = forward(aux, torch.cat(parts), positions, segments(segment_ids[None])).split(lengths)
-    rows = torch.cat([part[-len(y) :] for part, y in zip(hidden, drafts)])
-    return shared_logits(model.aux_model.lm_head(rows), banned).argmax(-1).cpu()
+    rows = [ar_inputs(model, e[None], y[None, :-1], cfg)[0] for e, y in zip(embeds, drafts)]  # (2b+1, D) each
+    lengths = torch.tensor([len(row) for row in rows])
+    segment_ids = torch.arange(len(rows)).repeat_interleave(lengths)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])  # every block starts at 0
+    hidden = forward(aux, torch.cat(rows), positions, segments(segment_ids[None])).split(lengths.tolist())
+    hidden = torch.cat([row[-len(y) :] for row, y in zip(hidden, drafts)])  # of each block the last b rows
+    return shared_logits(model.aux_model.lm_head(hidden), banned).argmax(-1)
 
 
 def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
@@ -430,16 +409,15 @@ def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
     written = token_ids.to(probs.device, copy=True, non_blocking=True)
     is_masked = (token_ids == cfg.mask_id).tolist()
     embeds = soft_embed(model, probs, token_ids, cfg)
-    waiting = ar_inputs(model, embeds[None], written[None, :0], cfg)[0]  # (b+2, D), then one token id
+    inputs = ar_inputs(model, embeds[None], written[None, :0], cfg)[0]  # (b+2, D), later one token id
     for j in range(last + 1):
         start = aux.kv_cache.cache_len
-        n = len(waiting)
-        hidden = forward(aux, waiting, torch.arange(start, start + n), causal(start))
-        aux.kv_cache.commit(n)
+        hidden = forward(aux, inputs, torch.arange(start, start + len(inputs)), causal(start))
+        aux.kv_cache.commit(len(inputs))
         if is_masked[j]:
             logits = shared_logits(model.aux_model.lm_head(hidden[-1:]), banned)
-            written[j : j + 1] = choose(logits, cfg, generator)
-        waiting = written[j : j + 1]
+            written[j : j + 1], _ = propose(logits, cfg, generator)
+        inputs = written[j : j + 1]
     return written.cpu()
 
 
@@ -447,14 +425,12 @@ def write_block(model, aux, probs, token_ids, last, cfg, banned, generator):
 def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=None, suppress_ids=()):
     """Marginals, their entropies, the most certain block or tokens, written by the AR model. Batch 1.
 
-    prompt_ids (1, P) int64. canvas_ids (1, R): what follows, masks among it; max_new_tokens masks if None; a
-    hole and its suffix for infilling. suppress_ids are never written. decoder: two, of the diffusion LM and
-    of the AR model. Of cfg: max_new_tokens, mode, block_size, blocks_per_step, tokens_per_step, tau, window,
-    conf, lam, envelope, topk, temperature, mask_id, eos_id, vocab_len. Returns (seq_ids (1, P+R), record),
-    all after the first EOS being EOS. record: forwards of the diffusion LM, aux_forwards, rounds, fixed_round
-    (R,), -1 where no mask was; rejected, vetoed drafts as (round, index, token id); trace, for each block
-    [block, tokens written], or for each round [positions, positions where the AR model disagreed].
-    Raises ValueError for a batch, or a token on the canvas that is not one of both models.
+    prompt_ids (1, P) int64. canvas_ids (1, R): what follows, masks among it (for infilling a hole and its
+    suffix); max_new_tokens masks if None. suppress_ids are never written. decoder: two, of the diffusion LM
+    and of the AR model. Of cfg: max_new_tokens, mode, block_size, blocks_per_step, tokens_per_step, tau,
+    window, conf, lam, envelope, topk, temperature, mask_id, eos_id, vocab_len. Returns (seq_ids (1, P+R), all
+    EOS after the first one, record): forwards of the diffusion LM, aux_forwards, rounds, fixed_round (R,), -1
+    where no round wrote. Raises ValueError for a batch, or a token on the canvas that is not one of both.
     """
     P = prompt_ids.shape[1]
     B = cfg.block_size
@@ -464,52 +440,42 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
     ids = torch.cat([prompt_ids[0].cpu(), canvas])  # (S,), on the CPU as all the state of the loop
     S = len(ids)
     banned = no_text(model, cfg, prompt_ids.device, suppress_ids)
-    dlm, aux = decoder or (Decoder(model.backbone, S), Decoder(model.aux_model, 3 * (len(canvas) + B)))
+    dlm, aux = decoder or (Decoder(model.backbone, S), Decoder(model.aux_model, 3 * len(canvas)))
     dlm.reset()
     aux.reset()
     fixed_round = torch.full((S,), -1)
-    rejected, trace, rounds = [], [], 0
-
     while span := candidates(ids, P, cfg):
-        # propose: marginals for the candidate blocks, from one forward of the diffusion LM over the canvas
+        # propose: marginals of the candidate blocks, from one forward of the diffusion LM over the canvas
         start, is_open = span
-        token_ids = ids[start : start + is_open.numel()].clone()  # (n,): the last block may be shorter
+        token_ids = ids[start : start + is_open.numel()]  # (n,), a view; the last block may be shorter
         n = len(token_ids)
-        is_masked = token_ids == cfg.mask_id
         hidden = forward(dlm, ids, torch.arange(S), full())  # nothing is committed
         hidden = torch.cat([hidden[:1], hidden])[start : start + n]  # the row before predicts  [code]
         logits = shared_logits(model.backbone.lm_head(hidden), banned)
         draft_ids, conf = propose(logits, cfg, generator)
-        draft_ids = torch.where(is_masked, draft_ids, token_ids)
+        draft_ids = torch.where(token_ids == cfg.mask_id, draft_ids.cpu(), token_ids)
+        conf = conf.cpu()
         # score: by entropy; a draft that the AR model would not write is lam less certain  [paper]
-        differs = torch.zeros_like(is_masked)
         if cfg.mode == "verify":
             ar_ids = review(model, aux, logits.softmax(-1), token_ids, draft_ids, cfg, banned)
-            differs = is_masked & (ar_ids != draft_ids)
-            conf[differs] -= cfg.lam
+            conf -= cfg.lam * (ar_ids.cpu() != draft_ids)
         # select: whole blocks, the prefix of one, or single tokens
         conf = F.pad(conf, (0, is_open.numel() - n)).view(is_open.shape)
-        for idx in SELECT[cfg.mode](is_open, conf, cfg):
-            # commit: what the AR model writes in the block, or else the drafts
-            block_idx, last = divmod(idx[-1].item(), B)
+        chosen = SELECT[cfg.mode](is_open, conf, cfg)
+        # commit: what the AR model writes in the block, or else the drafts
+        for idx in chosen:
             if cfg.mode == "static" or (cfg.mode == "dynamic" and len(idx) > 1):
+                block_idx, last = divmod(idx[-1].item(), B)
                 own = slice(block_idx * B, block_idx * B + B)
                 probs = logits[own].softmax(-1)
                 draft_ids[own] = write_block(model, aux, probs, token_ids[own], last, cfg, banned, generator)
-            ids[start + idx] = draft_ids[idx]
-            fixed_round[start + idx] = rounds
-            of_block = [(start - P) // B + block_idx, len(idx)]
-            of_tokens = [(start + idx).tolist(), (start + differs.nonzero()[:, 0]).tolist()]
-            trace.append(of_tokens if SELECT[cfg.mode] is select_tokens else of_block)
-        vetoed = differs & (ids[start : start + n] == cfg.mask_id)
-        rejected += [(rounds, start - P + i, draft_ids[i].item()) for i in vetoed.nonzero()[:, 0].tolist()]
-        rounds += 1
-    end = text_end(ids, P, cfg) + 1
-    if end < S:
-        fixed_round[end:][ids[end:] == cfg.mask_id] = rounds - 1
-        ids[end:] = torch.tensor(cfg.eos_id).view(-1)[0]
-    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=rounds, rejected=rejected,
-                  fixed_round=fixed_round[P:].tolist(), trace=trace)  # fmt: skip
+            token_ids[idx] = draft_ids[idx]
+            fixed_round[start + idx] = dlm.forwards - 1  # a round is a forward of the diffusion LM
+    ends = is_eos(ids[P:], cfg.eos_id).nonzero()
+    if len(ends):
+        ids[P + ends[0].item() + 1 :] = torch.tensor(cfg.eos_id).view(-1)[0]
+    record = dict(forwards=dlm.forwards, aux_forwards=aux.forwards, rounds=dlm.forwards)
+    record["fixed_round"] = fixed_round[P:].tolist()
     return ids[None].to(prompt_ids.device), record
 
 
@@ -524,26 +490,28 @@ class Pair(torch.nn.Module):
         self.backbone = backbone.requires_grad_(False)
         self.aux_model = aux_model.requires_grad_(True)
         self.tag_ids = tag_ids
-        aux_model.model.embed_tokens.padding_idx = None  # EOS is padding and a target: it needs its gradient
 
 
 def link_vocabularies(tokenizer, aux_tokenizer, cfg):
-    """(vocab_len, tag_ids) of two tokenizers. Raises ValueError where they are no pair.
+    """(vocab_len, tag_ids): how many leading ids are the same token in both; the tags in the AR model's ids.
 
-    vocab_len: so many leading ids are the same token in both. The logits of both models are cut there, before
-    the softmax: this drops the mask of the one and the tags of the other, whose ids may collide.  [ours]
+        id            0 .. 151664   151665            151666             151667    151668
+        Dream-Coder   text, chat    <|beginoftext|>   <|mask|>           -         -
+        Qwen3         the same      <tool_response>   </tool_response>   <think>   </think>
+
+    The logits of both models are cut to vocab_len columns, here 151665, before the softmax: else the AR model
+    would read a mask as its </tool_response>  [ours]. Raises ValueError for tokenizers that are no pair.
     """
-    ours = {i: word for word, i in tokenizer.get_vocab().items()}
-    theirs = {i: word for word, i in aux_tokenizer.get_vocab().items()}
-    n = min(max(ours), max(theirs)) + 1  # ids may have holes
-    vocab_len = next((i for i in range(n) if ours.get(i) != theirs.get(i)), n)
-    # tokens added to a vocabulary may differ, its text may not; a mask may be its last entry
-    text_len = tokenizer.vocab_size - (cfg.mask_id < tokenizer.vocab_size)
-    if vocab_len < text_len or vocab_len <= tokenizer.eos_token_id:
-        raise ValueError(f"its tokenizer is not that of the diffusion LM: they part at id {vocab_len}")
-    tag_ids = [i for tag in cfg.tags.split() for i, word in theirs.items() if word == tag]
+    ours = tokenizer.get_vocab()
+    theirs = aux_tokenizer.get_vocab()
+    lens = [max(ours.values()) + 1, max(theirs.values()) + 1]
+    vocab_len = min(lens + [i for _, i in ours.items() ^ theirs.items()])  # (token, id) that only one has
+    # tokens added after the text may differ, the text and EOS may not
+    if vocab_len < tokenizer.vocab_size or vocab_len <= tokenizer.eos_token_id:
+        raise ValueError(f"the tokenizers of {cfg.model} and of the AR model part at id {vocab_len}")
+    tag_ids = [theirs[tag] for tag in cfg.tags.split() if tag in theirs]
     if len(tag_ids) != 2:
-        raise ValueError(f"--tags must be two tokens that it has, not {cfg.tags}")
+        raise ValueError(f"--tags must be two tokens of the AR model, not {cfg.tags}")
     return vocab_len, tag_ids
 
 
@@ -551,16 +519,11 @@ def load_pair(name, cfg, dtype):
     """(Pair, tokenizer, the AR model's tokenizer) of cfg.model, in cfg.dtype, and of `name`, in dtype.
 
     On the CPU. Sets cfg.mask_id; cfg.vocab_len; cfg.eos_id, a list: EOS, and what ends a turn in chat form.
+    Raises ValueError where one cannot be loaded, or the two are no pair.
     """
     backbone, tokenizer = load(cfg.model, cfg, getattr(torch, cfg.dtype))
-    try:
-        aux_tokenizer = common.read_tokenizer(name)
-        cfg.vocab_len, tag_ids = link_vocabularies(tokenizer, aux_tokenizer, cfg)
-        aux_model = from_pretrained(name, dtype, meta=RANK > 0)
-        if max(cfg.vocab_len - 1, *tag_ids) >= aux_model.config.vocab_size:
-            raise ValueError(f"it has {aux_model.config.vocab_size} rows, fewer than tokens")
-    except Exception as error:
-        raise ValueError(f"cannot load local AR model {name}: {str(error)[:300]}") from error
+    aux_model, aux_tokenizer = load(name, dataclasses.replace(cfg), dtype)  # a copy: load sets ids
+    cfg.vocab_len, tag_ids = link_vocabularies(tokenizer, aux_tokenizer, cfg)
     ends = [tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>", cfg.vocab_len)]
     cfg.eos_id = list(dict.fromkeys(i for i in ends if i < cfg.vocab_len))
     return Pair(backbone, aux_model, tag_ids), tokenizer, aux_tokenizer
@@ -572,35 +535,43 @@ def load_pair(name, cfg, dtype):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of shards: whole tensors, on rank 0 alone
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
 COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
 SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
                      temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-PAIRS = ("prompt/response", "question/answer", "query/response", "prompt/completion", "instruction/output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
+ANSWERED = ("response", "answer", "completion", "output")
 
 
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or one of PAIRS; `pattern`: a regular
-    expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
+    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.decode("utf-8-sig")) if line.strip() else {"messages": None}
+            row = json.loads(line.decode("utf-8-sig"))
             if "messages" not in row:
-                user, assistant = next(pair.split("/") for pair in PAIRS if row.keys() >= {*pair.split("/")})
-                row["messages"] = [dict(role="user", content=row[user])]
-                row["messages"] += [dict(role="assistant", content=row[assistant])]
-            if line.strip():
-                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
-                *prompt, answer = row["messages"]
-                rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
-        except Exception as error:
-            wanted = f"an object with {', '.join(PAIRS)} or messages that end with the assistant's"
-            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
+                asked = [row[name] for name in ASKED if row.get(name)]
+                answer = next(row[name] for name in ANSWERED if name in row)
+                turns = [dict(role="user", content="\n".join(asked)), dict(role="assistant", content=answer)]
+                row["messages"] = turns if asked else []
+            "".join(turn["role"] + turn["content"] for turn in row["messages"]).encode()  # no half characters
+            *prompt, last = row["messages"]
+            if last["role"] != "assistant" or not re.compile(row.get("pattern") or ""):
+                raise ValueError
+            rows.append((prompt, last["content"], row.get("pattern")))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number}: not UTF-8") from None
+        except Exception:
+            wanted = "one object a line with prompt/response, question/answer, query/response, "
+            wanted += "prompt/completion, instruction/output or messages that end with the assistant's, "
+            wanted += "and perhaps a pattern that is a regular expression"
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -613,21 +584,30 @@ def encode(tokenizer, messages, answer=""):
     Text stays text: the name of a special token in a message is never taken for the token.
     """
     plain = dict(add_special_tokens=False, split_special_tokens=True)
-    eos_id = tokenizer.eos_token_id
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        prompt_ids = prompt_ids[: -1 if prompt_ids[-1:] == [eos_id] else None]  # some tokenizers end texts
+    answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = []
+    if tokenizer.chat_template:
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        text = "".join(turn["content"] for turn in messages)
+        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+        try:
+            form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
+            text = tokenizer.apply_chat_template(marked, **form)
+        except Exception as error:
+            roles = ", ".join(turn["role"] for turn in messages)
+            raise ValueError(f"the chat template refuses turns of {roles}: {error}") from error
+        # names without the mark are the template's own: tokens
+        for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
+            how = dict(add_special_tokens=False, split_special_tokens=mark in part)
+            prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     else:
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-        messages = [m | {"content": re.sub(f"({names})", "\ue000\\1", m["content"])} for m in messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if "\ue000" not in text else []
-        for part in re.split(f"((?<!\ue000)(?:{names}))", text) if not prompt_ids else ():
-            part_ids = tokenizer(part.replace("\ue000", ""), **plain)["input_ids"]
-            prompt_ids += [special[part]] if part in special else part_ids  # the template's own, or text
-    return {"prompt_ids": prompt_ids, "answer_ids": tokenizer(answer, **plain)["input_ids"] + [eos_id]}
+        text = "\n".join(turn["content"] for turn in messages)
+        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        if prompt_ids[-1:] == answer_ids[-1:]:  # some tokenizers end every text
+            prompt_ids.pop()
+    return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
 
 def encode_rows(tokenizer, cfg):
@@ -642,33 +622,35 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, cfg.eos_id, cfg.vocab_len.
+    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
 
     A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
     """
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
-        if not encode(tokenizer, [{"role": "user", "content": "a"}])["prompt_ids"]:  # or its template fails
-            raise ValueError("its tokenizer has no tokens")
-        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1
-        given = [getattr(model.config, "mask_token_id", None), tokenizer.mask_token_id]
-        given += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        given += [cfg.vocab_len] if training else []
-        cfg.mask_id = model.config.mask_token_id = next((i for i in given if i is not None), None)
+        config = model.config
+        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
+        known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
+        known += [tokenizer.get_added_vocab().get(word) for word in MASKS] + [cfg.vocab_len] * training
+        cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
         cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == model.config.vocab_size:
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        rows = model.config.vocab_size
-        if cfg.eos_id in (None, cfg.mask_id) or max(cfg.eos_id, cfg.mask_id or 0, cfg.vocab_len - 1) >= rows:
-            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens do not fit an "
-                             f"embedding of {rows} rows, or are no tokens of their own")  # fmt: skip
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
+        if cfg.eos_id in (None, cfg.mask_id) or last >= config.vocab_size:
+            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of "
+                             f"their own in an embedding of {config.vocab_size}")  # fmt: skip
+        if not encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"]:  # or its template fails
+            raise ValueError("its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(model.config.eos_token_id) is list and not training:
-        cfg.eos_id = model.config.eos_token_id
+    if type(config.eos_token_id) is list and not training:
+        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.text_len = config.max_position_embeddings
+    cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return model, tokenizer
 
@@ -684,8 +666,8 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = get_model_state_dict(part, options=WHOLE)
-    moments = get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights = dcp.get_model_state_dict(part, options=WHOLE)
+    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
@@ -733,8 +715,8 @@ def shard(model, cfg):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
 
 
 @contextlib.contextmanager
@@ -759,11 +741,16 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    device = torch.device(cfg.device)
+    lock = open(Path(cfg.out, ".lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if RANK == 0 else fcntl.LOCK_UN)
+    except BlockingIOError:
+        raise ValueError(f"another run trains into {cfg.out}") from None
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
-    model.to(device).train()
+    model.to(cfg.device).train()
+    device = torch.device(cfg.device)
     trained = [p for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
@@ -771,7 +758,8 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
     parts = cfg.accumulation * WORLD
-    losses, total, clock = [], torch.zeros(2), time.time()
+    losses = []
+    clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
     with stop_signals() as stopped:
@@ -805,11 +793,25 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
             if total[1] or step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
                 save(part, tokenizer, optimizer, step + 1, cfg)
             if total[1]:
-                break
-    if total[1]:
-        print(f"{METHOD}.py: stopped and saved after {step + 1} steps; --resume goes on", file=sys.stderr)
-        sys.exit(128 + (stopped or [signal.SIGTERM])[0])
+                bar.close()
+                print(f"{METHOD}.py: saved after {step + 1} steps; --resume goes on", file=sys.stderr)
+                sys.exit(128 + (stopped or [signal.SIGTERM])[0])
     return losses
+
+
+def read_problems(tokenizer, args, cfg):
+    """What is decoded, --prompt or --test: a list of (prompt_ids (1, P), text, answer, pattern or None)."""
+    rows = [([dict(role="user", content=prompt)], None, None) for prompt in args.prompt]
+    problems = []
+    for messages, answer, pattern in rows or read_data(cfg.test)[: cfg.problems]:
+        ids = encode(tokenizer, messages)["prompt_ids"]
+        if not 0 < len(ids) <= cfg.text_len - cfg.max_new_tokens:
+            raise ValueError(f"prompt {len(problems) + 1} has {len(ids)} tokens and max_new_tokens is "
+                             f"{cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
+        if tokenizer.unk_token_id in ids:
+            print(f"prompt {len(problems) + 1} has words that the model does not know", file=sys.stderr)
+        problems.append((torch.tensor([ids], device=cfg.device), messages[-1]["content"], answer, pattern))
+    return problems
 
 
 def trim(ids, cfg):
@@ -830,100 +832,109 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode the problems one by one; prints the first texts and a line of figures. Returns the figures.
+    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
 
-    ar: what this function returned for plain AR. All ratios are of totals.
+    ar: what this function returned for plain AR.
     """
+    if cfg.mask_id is None and run is not generate_ar:
+        raise ValueError("the model has no mask token: it is no model of this method")
     generator = torch.Generator().manual_seed(cfg.seed)
-    outputs, right, forwards, seconds = [], 0, 0, 0.0
-    for number, (messages, answer, pattern) in enumerate(problems):
-        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
-        if prompt_ids.shape[1] == 0 or (cfg.mask_id is None and run is not generate_ar):
-            raise ValueError(f"prompt {number + 1} has no tokens, or the model has no mask token")
+    row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
+    outputs, seconds = [], 0.0
+    for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
         lap = time.time() - kernels.GraphReplay.setup_seconds - clock
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
-        right += answer is not None and is_right(text, answer, pattern)
-        forwards += record["forwards"]
+        row["right"] += answer is not None and is_right(text, answer, pattern)
+        row["new_tokens"] += len(outputs[-1])
+        row["forwards"] += record["forwards"]
         seconds += lap
-        if number < 4 or answer is None:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            rounds = common.trace(tokenizer, outputs[-1], record)
-            if args.trace and run is not generate_ar:
-                common.show_trace(rounds, lap)
-            if args.trace_svg and run is not generate_ar:
-                Path(args.trace_svg).write_text(common.trace_svg(rounds))
-                args.trace_svg = ""  # the first one alone
-    n = sum(map(len, outputs))
-    right = right if answer is not None else None
-    row = dict(label=label, problems=len(problems), right=right, new_tokens=n, forwards=forwards,
-               tokens_per_forward=round(n / forwards, 3), tok_s=round(n / seconds, 1))  # fmt: skip
+        if len(outputs) <= 4 or answer is None:
+            print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
+            if ar and args.trace:
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
+            if ar and args.trace_svg and len(outputs) == 1:
+                rounds = common.trace(tokenizer, outputs[-1], record)
+                Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
+    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
-    judged = "" if right is None else f"{right}/{len(problems)} right | "
-    print(f"{label}: {judged}new_tokens {n} | forwards {forwards} | "
-          f"tokens_per_forward {n / forwards:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']} x AR | "
-          f"{row['same_as_ar']} same as AR")  # fmt: skip
-    return row | {"outputs": outputs}
+    row["right"] = None if answer is None else row["right"]  # prompts have no answers
+    print(f"{label}: " + " | ".join(f"{name} {value}" for name, value in row.items() if value is not None))
+    return dict(label=label, **row, outputs=outputs)
 
 
 def parse(argv):
     """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
 
-    args.folder: what --generate decodes, the model that is named or else what --out holds.
+    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
+    save to go on from, or None.
     """
     logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
-    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(description=__doc__, **look)
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: sys.exit(failed(message))
     for flag in ("train", "generate", "resume", "trace"):
         parser.add_argument(f"--{flag}", action="store_true", default=False)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--trace-svg", metavar="FILE", default="")
     comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(Config), re.M))
-    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
-    for field in fields:
+    fields = {field.name: field for field in dataclasses.fields(Config) if field.default is not None}
+    for name, field in fields.items():
         kind = {"choices": get_args(field.type)} if get_args(field.type) else {"type": field.type}
         kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
-        parser.add_argument(f"--{field.name}", help=comments.get(field.name, "").replace("%", "%%"), **kind)
+        parser.add_argument(f"--{name}", help=comments.get(name, "").replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     "".join(args.prompt).encode()  # half a character is no text
-    if not args.train and not args.generate:
-        raise ValueError("nothing to do: say --train, --generate or both")
-    given = {field.name: getattr(args, field.name) for field in fields if field.name in args}
-    tiny = TINY if Path(given.get("model", Config.model)).resolve() == Path(Config.model) else {}
+    given = {name: value for name, value in vars(args).items() if name in fields}
     if "data" in given:  # rows of the user's own: no others are decoded
         given = {"test": "" if args.train else given["data"], **given}
-    args.folder = given.get("out", Config.out) if args.train or "model" not in given else given["model"]
-    source = given.get("model", Config.model) if args.train and not args.resume else str(newest(args.folder))
-    if source == args.folder == given.get("out", Config.out) and not Path(source, "config.json").exists():
-        raise ValueError(f"nothing is trained in {source}: --train first, or name a --model")
+    out = given.get("out", Config.out)
+    model = given.get("model", Config.model)
+    is_done = Path(newest(out), "config.json").exists()
+    from_out = args.resume if args.train else "model" not in given
+    if not args.train and not args.generate:
+        raise ValueError("nothing to do: say --train, --generate or both")
+    if from_out and not is_done:
+        raise ValueError(f"nothing is trained in {out}: --train first, or name a --model")
+    if args.train and is_done and not args.resume:
+        raise ValueError(f"{out} holds a run: --resume it, or name another --out")
+    args.folder = out if args.train or from_out else model
+    args.resume = newest(out) if args.resume else None
+    source = str(newest(out if from_out else model))
     try:
         held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+        made_by = held["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    if held["method"] != METHOD:
-        raise ValueError(f"{source} was trained by {held['method']}.py")
-    for name in ("out", "device", "dtype"):  # of a machine, not of a model
-        held.pop(name, None)
-    held = {field.name: held[field.name] for field in fields if field.name in held}
+    if made_by != METHOD:
+        raise ValueError(f"{source} was trained by {made_by}.py")
     if not args.train:
         given["model"] = held.get("model", source)  # the base
-    cfg = Config(**(tiny | held | given))
+    here = ("out", "device", "dtype")  # of a machine, not of a model
+    held = {name: value for name, value in held.items() if name in fields and name not in here}
+    cfg = Config(**((TINY if Path(model).resolve() == Path(Config.model) else {}) | held | given))
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
         if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
             raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
     if args.generate and not args.prompt and not cfg.test:
         raise ValueError("--test FILE or --prompt TEXT must say what to decode")
+    if args.train and cfg.batch_size % (cfg.accumulation * WORLD):
+        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
     if WORLD > 1:
         on_gpu = cfg.device.startswith("cuda")
         cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
         if on_gpu:
             torch.cuda.set_device(cfg.device)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))  # saves are slow
+        atexit.register(dist.destroy_process_group)
     return args, cfg
 
 
@@ -932,20 +943,10 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)
     return 2
-
-
-def start(args, cfg):
-    """The folder of cfg.out that --resume goes on from, or None; a run that is there is not trained over."""
-    found = Path(newest(cfg.out), "config.json").exists()
-    if found and not args.resume:
-        raise ValueError(f"{cfg.out} holds a run: --resume it, or name another --out")
-    if args.resume and not found:
-        raise ValueError(f"nothing to resume in {cfg.out}")
-    if cfg.batch_size % (cfg.accumulation * WORLD):
-        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
-    return newest(cfg.out) if args.resume else None
 
 
 def report(rows, cfg):
@@ -979,10 +980,9 @@ def comparison(cfg):
 def compare(args, cfg):
     """Decode the same prompts by plain AR and by CoDiLA, test rows as cfg.table says. Returns the figures."""
     dtype = getattr(torch, cfg.dtype)
-    problems = [([{"role": "user", "content": prompt}], None, None) for prompt in args.prompt]
-    problems = problems or read_data(cfg.test)[: cfg.problems]
-    lm, lm_tokenizer = load(cfg.baseline or cfg.aux, cfg, dtype, training=True)  # it may have no mask token
-    max_len = max(len(encode(lm_tokenizer, row[0])["prompt_ids"]) for row in problems) + cfg.max_new_tokens
+    lm, lm_tokenizer = load(cfg.baseline or cfg.aux, cfg, dtype)
+    problems = read_problems(lm_tokenizer, args, cfg)
+    max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + cfg.max_new_tokens
     decoder = Decoder(lm.to(cfg.device), max_len)
     ar = decode("plain AR", generate_ar, decoder, lm, lm_tokenizer, problems, cfg, args)
     trained = newest(args.folder)  # or the diffusion LM that --model names
@@ -997,10 +997,10 @@ def compare(args, cfg):
         cfg = dataclasses.replace(cfg, eos_id=None)
         R = canvas_ids.shape[1]
     plans = comparison(cfg) if cfg.table and not args.prompt else [(f"{METHOD} {cfg.mode}", {})]
-    largest = max(changes.get("block_size", cfg.block_size) for _, changes in plans)
-    max_len = max(len(encode(tokenizer, row[0])["prompt_ids"]) for row in problems) + R
+    problems = read_problems(tokenizer, args, cfg)
+    max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + R
     pair.to(cfg.device)
-    decoder = Decoder(pair.backbone, max_len), Decoder(pair.aux_model, 3 * (R + largest))
+    decoder = Decoder(pair.backbone, max_len), Decoder(pair.aux_model, 3 * R)
     rows = [ar]
     for label, changes in plans:
         some = dataclasses.replace(cfg, **changes)
@@ -1013,14 +1013,11 @@ def main(argv=None):
     try:
         args, cfg = parse(argv)
         if args.train:
-            train(cfg, start(args, cfg))
+            train(cfg, args.resume)
         if args.generate and RANK == 0:
             report(compare(args, cfg), cfg)
     except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
         return failed(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 

@@ -2,21 +2,17 @@
 
     python common.py        draws every mask below as text
 
-Masks      a factory over plain ints and small tensors returns one predicate `mask_mod(b, h, q_idx, kv_idx)`,
-           True = query may attend key. The dense mask (`dense`) and flex_attention's BlockMask (`build_mask`)
-           come from the same predicate, so the readable form and the fused one cannot drift apart.
-RoPE       angles in float32 from integer position ids; where a token stands in the buffer never matters.
-Walk       embed, layers, norm of a Hugging Face causal LM, with the mask, the positions and the cache that we
-           say. The library's own forward guesses packed documents from permuted position ids, and its cache
-           changes between versions; its modules (weights, norms, MLP, config) are used as they are.
-Decoder    a backbone with its KV cache and replayed forward; `generate_ar` is the loop to read first.
-Drawings   every mask as text; a decode, round by round, as text or as a picture.
+A mask is a predicate `mask_mod(b, h, q_idx, kv_idx)`, True = query may attend key; `dense` and `build_mask`
+make the dense mask and the BlockMask from it. The layers of a Hugging Face causal LM are walked here, since
+the library's own forward guesses packed documents from position ids, and its cache changes between versions.
+`generate_ar` is the loop to read first.
 
 Shapes: B batch, T tokens of this forward, S keys seen, H query heads, G key/value heads, D head dim.
 """
 
 import html
 import importlib.util
+import os
 import re
 import sys
 import time
@@ -61,10 +57,10 @@ def segments(segment_ids):
 
 
 def completion_rows(cache_len, slot_size, start):
-    """ReFusion's parallel completion, the rows packed in one sequence  [code].
+    """ReFusion's parallel completion: rows (slots) packed in one sequence  [code].
 
-    Queries: for each row (slot) its offsets start .. slot_size-1, row after row. Keys: cache_len committed
-    entries, then slot_size places a row. A query sees the committed part and its own row up to its offset.
+    Queries: offsets start .. slot_size-1 of each row. Keys: cache_len committed ones, then slot_size a row. A
+    query sees the committed ones and its own row up to its offset.
     """
     window = slot_size - start
 
@@ -79,8 +75,8 @@ def completion_rows(cache_len, slot_size, start):
 def block_causal(block_size, prompt_lens=None, offset=0):
     """Full attention inside a block, causal between blocks: blk(key) <= blk(query).
 
-    Fast-dLLM v2 counts blocks from the first token (prompt_lens None); D2F from the end of the prompt, which
-    is one block that sees only itself: prompt_lens (B,) int64. offset: position of query 0.
+    Fast-dLLM v2 counts blocks from the first token; D2F from the end of the prompt, prompt_lens (B,) int64,
+    which is one block that sees only itself. offset: position of query 0.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -96,8 +92,7 @@ def noisy_clean(seq_len, block_size, views=1):
     """Fast-dLLM v2 training: `views` noisy copies of a row of seq_len tokens, then the clean row.
 
     A noisy block sees itself and the clean tokens of strictly earlier blocks; a clean block sees clean blocks
-    up to its own (bidirectional inside); nobody sees another view, clean never sees noisy. A token's block is
-    that of its original position.  [Fast-dLLM v2, App. A.2]
+    up to its own. Nobody sees another view, clean never sees noisy.  [Fast-dLLM v2, App. A.2]
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -116,8 +111,8 @@ def noisy_clean(seq_len, block_size, views=1):
 def dual_view(context_len, block_size, anchors):
     """Orthrus's diffusion view: keys are context_len AR positions, then the rows of every block.
 
-    anchors (B, M) int64, query row r belongs to block r // block_size. It sees the AR context strictly before
-    its own anchor and every row of its own block, both directions.
+    anchors (B, M) int64, one a block. A query sees the AR context strictly before the anchor of its block and
+    every row of its block.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -131,8 +126,8 @@ def dual_view(context_len, block_size, anchors):
 def merged_views(cache_len, ar_rows, block_size, group_idx):
     """Orthrus, verification and the next draft in one forward: ar_rows AR rows, then diffusion groups.
 
-    Keys: cache_len committed, then the rows of this forward. group_idx (N,) int64: group n is anchored at AR
-    row group_idx[n]. AR rows are causal; a group sees the cache, the AR rows before its anchor and itself.
+    Keys: cache_len committed, then the rows of this forward. Group n is anchored at AR row group_idx[n], (N,)
+    int64. AR rows are causal; a group sees the cache, the AR rows before its anchor and itself.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -158,9 +153,7 @@ def padded_len(n, device):
     return -(-n // 128) * 128 if torch.device(device).type == "cuda" else n
 
 
-# ------------------------------------------------------------------------------------------------------- RoPE
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# ----------------------------------------------------------------------------------------------- the backbone
 
 
 def rope_angles(rotary, position_ids):
@@ -179,9 +172,8 @@ def rope(x, cos, sin):
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-# ----------------------------------------------------------------------------------------------- the backbone
-
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 QWEN2_IN_ALL_BUT_NAME = ("Dream", "Fast_dLLM_Qwen")  # released with remote code, weights named as Qwen2's
 
 
@@ -193,9 +185,6 @@ def check_config(config):
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
     if sliding or (name == "mistral" and getattr(config, "sliding_window", None) is not None):
         raise ValueError(f"{name} with sliding-window layers is not supported")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, key, None):
-            raise ValueError(f"{name} with {key} (soft-capping) is not supported")
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     rope_type = rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -223,9 +212,8 @@ def read_tokenizer(name):
 def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
     """A causal LM that `walk` can walk, from safetensors and without remote code.
 
-    name: folder or Hub id; or None, with config and state_dict. meta: shapes alone, for a process that is
-    sent its part of the weights. Raises ValueError unless the file held every weight, in its shape, and no
-    layer more: the library only warns, and fills gaps with random numbers.
+    name: folder or Hub id; or None, with config and state_dict. meta: shapes alone. Raises ValueError unless
+    the file held every weight, in its shape, and no layer more: the library fills gaps with random numbers.
     """
     config = config or read_config(name)
     check_config(config)
@@ -234,12 +222,10 @@ def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return prepare(model)
     kind = AutoModelForCausalLM if name else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    strict = dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
     model, info = kind.from_pretrained(
-        name, config=config, state_dict=state_dict, dtype=dtype, output_loading_info=True, **strict
-    )
-    layers = [re.match(r"model\.layers\.(\d+)\.", key) for key in info["unexpected_keys"]]
-    if any(found and int(found[1]) >= config.num_hidden_layers for found in layers):
+        name, config=config, state_dict=state_dict, dtype=dtype, output_loading_info=True,
+        use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)  # fmt: skip
+    if any(key.startswith(f"model.layers.{config.num_hidden_layers}.") for key in info["unexpected_keys"]):
         raise ValueError(f"the weights have more layers than the {config.num_hidden_layers} of the config")
     if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
         raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
@@ -247,21 +233,17 @@ def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
 
 
 def prepare(backbone):
-    """Check that a Hugging Face causal LM can be walked and make its layers answer to `walk`. Safe to repeat.
+    """Make the layers of a Hugging Face causal LM answer to `walk` and return it. Safe to repeat.
 
-    The layers keep the library's own forward for the library's own calls. RoPE frequencies are computed anew
-    from the config in float32: the model's buffer is cast with the model. Returns the backbone. Raises
-    ValueError (one line) for anything that the walk does not cover.
+    The library's own calls stay as they are. RoPE frequencies are computed anew in float32, since the model's
+    buffer is cast with the model. Raises ValueError, one line, for what the walk does not cover.
     """
     check_config(backbone.config)
     device = backbone.model.embed_tokens.weight.device
     rotary = type(backbone.model.rotary_emb)(backbone.config)
     inv_freq = rotary.inv_freq if device.type == "meta" else rotary.inv_freq.to(device)
     backbone.rotary = (inv_freq, rotary.attention_scaling)
-    for index, layer in enumerate(backbone.model.layers):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            if not hasattr(layer.self_attn, name):
-                raise ValueError(f"layer {index} has no {name}")
+    for layer in backbone.model.layers:
         layer.forward = types.MethodType(_layer_forward, layer)
     return backbone
 
@@ -289,15 +271,15 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
 
     layer_kv = (keys, values), each (B, G, max_len, D). With write_idx (T,) this forward's keys and values are
     written there and the first S entries are attended, S being the width of attn_mask. Without write_idx they
-    are a read-only context before this forward's own. What `fuse` has made is used where no gradient is
-    wanted.
+    are a read-only context before this forward's own.
     """
     attn = layer.self_attn
-    fused = None if torch.is_grad_enabled() else getattr(layer, "fused", None)
+    fused = {} if torch.is_grad_enabled() else getattr(layer, "fused", {})  # made by `fuse`
     B, T = hidden.shape[:2]
     x = layer.input_layernorm(hidden)
-    if fused and project is own_projection:
-        q, k, v = fused_product(x, *fused["qkv"])
+    if "qkv" in fused and project is own_projection:
+        weight, bias, sizes = fused["qkv"]
+        q, k, v = F.linear(x, weight, bias).split(sizes, dim=-1)
     else:
         q = project(attn, "q_proj", x)
         k = project(attn, "k_proj", x)
@@ -316,7 +298,7 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
             k = torch.cat([keys, k], dim=2)
             v = torch.cat([values, v], dim=2)
         else:
-            S = attn_mask.shape[-1]
+            S = T if isinstance(attn_mask, str) else attn_mask.shape[-1]
             keys.index_copy_(2, write_idx, k.to(keys.dtype))
             values.index_copy_(2, write_idx, v.to(values.dtype))
             k = keys[:, :, :S]
@@ -324,9 +306,10 @@ def decoder_layer(layer, hidden, cos, sin, attn_mask, layer_kv=None, write_idx=N
     x = kernels.attention(q, k, v, attn_mask).transpose(1, 2).reshape(B, T, -1)
     hidden = hidden + project(attn, "o_proj", x)
     x = layer.post_attention_layernorm(hidden)
-    if not fused:
+    if "gate_up" not in fused:
         return hidden + layer.mlp(x)
-    gate, up = fused_product(x, *fused["gate_up"])
+    weight, bias, sizes = fused["gate_up"]
+    gate, up = F.linear(x, weight, bias).split(sizes, dim=-1)
     return hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
 
 
@@ -336,38 +319,31 @@ _compiled_layer = torch.compile(decoder_layer, fullgraph=True, dynamic=False)
 def fuse(backbone):
     """q, k, v side by side in one weight, gate and up in another: two products a layer where there were five.
 
-    For decoding: a forward without gradients uses them. The layers' own weights become views of the fused
-    ones: no memory is added. Layers with anything but plain Linear modules stay as they are. Safe to repeat;
-    needed again after weights were moved or cast.
+    For decoding: forwards without gradients use them. Layers with anything but plain Linear modules stay as
+    they are. Safe to repeat; needed again after weights were moved or cast.
     """
     for layer in backbone.model.layers:
-        groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
-        fused = {}
-        for key, names in groups.items():
-            linears = [getattr(layer.self_attn if key == "qkv" else layer.mlp, name) for name in names]
-            held = (getattr(layer, "fused", None) or {}).get(key)
-            if held and held[0].data_ptr() == linears[0].weight.data_ptr():
-                fused[key] = held  # captured graphs may be reading it
+        attn, mlp = layer.self_attn, layer.mlp
+        groups = dict(qkv=[attn.q_proj, attn.k_proj, attn.v_proj], gate_up=[mlp.gate_proj, mlp.up_proj])
+        held = getattr(layer, "fused", {})
+        layer.fused = {}
+        for key, linears in groups.items():
+            if key in held and held[key][0].data_ptr() == linears[0].weight.data_ptr():
+                layer.fused[key] = held[key]  # captured graphs may be reading it
             elif all(type(linear) is torch.nn.Linear for linear in linears):
                 weight = side_by_side([linear.weight for linear in linears])
                 bias = side_by_side([linear.bias for linear in linears])
-                fused[key] = weight, bias, [linear.out_features for linear in linears]
-        layer.fused = fused if len(fused) == len(groups) else None
+                layer.fused[key] = weight, bias, [linear.out_features for linear in linears]
 
 
 def side_by_side(parts):
-    """One tensor of several parameters, which become views of it; None of biases that are not there."""
+    """One tensor of several parameters, which become views of it: no memory is added. None for no biases."""
     if parts[0] is None:
         return None
     joined = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, joined.split([len(part) for part in parts])):
         part.data = view
     return joined
-
-
-def fused_product(x, weight, bias, sizes):
-    """One product instead of several, cut into what each projection gives."""
-    return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
 def walk(backbone, input_ids, position_ids, attn_mask, layer_kvs=None, write_idx=None, *,
@@ -383,8 +359,12 @@ def walk(backbone, input_ids, position_ids, attn_mask, layer_kvs=None, write_idx
     """
     if not hasattr(backbone, "rotary"):
         prepare(backbone)
-    compiled = isinstance(attn_mask, BlockMask) if compiled is None else compiled
+    if compiled is None:
+        compiled = isinstance(attn_mask, BlockMask)
     hidden = input_ids if input_ids.is_floating_point() else backbone.model.embed_tokens(input_ids)
+    if not isinstance(attn_mask, BlockMask):
+        R = backbone.config.num_attention_heads // backbone.config.num_key_value_heads
+        attn_mask = kernels.layer_mask(attn_mask, R, hidden.dtype)
     cos, sin = rope_angles(backbone.rotary, position_ids)
     for index, layer in enumerate(backbone.model.layers):
         layer_kv = None if layer_kvs is None else layer_kvs[index]
@@ -431,11 +411,10 @@ def is_eos(token_ids, eos_id):
 class Decoder:
     """A backbone with its KV cache and the replayed forward: what every decoding loop calls.
 
-    decoder(input_ids, position_ids, attn_mask, write_idx) -> hidden (B, T, width) after the final norm, on
-    the device of the backbone, valid until the next call; the inputs may lie on the CPU. `forwards` counts
-    the calls. Keep one Decoder for many prompts (`reset` between them): its graphs are captured once.
-    max_len: most entries that committed and scratch take together. kv_cache: that of another Decoder of the
-    same backbone, batch and max_len, so that two views read and write the same entries.
+    decoder(input_ids, position_ids, attn_mask, write_idx), as `walk` takes them, on any device -> hidden
+    (B, T, width) on that of the backbone, valid until the next call. `forwards` counts the calls. One Decoder
+    serves many prompts (`reset` between them): its graphs are captured once. max_len: most entries that the
+    committed and the scratch take. kv_cache: of a Decoder of the same backbone, batch and max_len, to share.
     """
 
     def __init__(self, backbone, max_len, batch=1, compiled=None, project=own_projection, kv_cache=None):
@@ -443,11 +422,9 @@ class Decoder:
         self.project = project
         weight = backbone.model.embed_tokens.weight
         layers = backbone.model.layers
-        kv_heads = backbone.config.num_key_value_heads
-        head_dim = layers[0].self_attn.head_dim
         self.kv_cache = kv_cache or kernels.KVCache(
-            len(layers), batch, kv_heads, max_len, head_dim, weight.device, weight.dtype
-        )
+            len(layers), batch, backbone.config.num_key_value_heads, max_len, layers[0].self_attn.head_dim,
+            weight.device, weight.dtype)  # fmt: skip
         self.compiled = weight.is_cuda if compiled is None else compiled
         if weight.is_cuda:
             fuse(backbone)
@@ -505,90 +482,116 @@ def generate_ar(model, prompt_ids, cfg, decoder=None, generator=None):
 # --------------------------------------------------------------------------------------------------- drawings
 
 
-def draw(mask_mod, T, S, q_names=None, kv_names=None):
-    """A mask as text: one line per query, one column per key, # = may attend, . = may not."""
-    q_names = q_names or [str(i) for i in range(T)]
-    width = max(map(len, q_names))
-    lines = [" " * width + " " + "".join(kv_names)] if kv_names else []
-    for name, row in zip(q_names, dense(mask_mod, 1, T, S)[0, 0].tolist()):
+def draw(mask_mod, queries, keys):
+    """A mask as text: one line per query, one column per key, all with their names; # = may attend."""
+    width = max(map(len, queries))
+    lines = [" " * width + " " + keys]
+    for name, row in zip(queries, dense(mask_mod, 1, len(queries), len(keys))[0, 0].tolist()):
         lines.append(f"{name:>{width}} " + "".join("#" if may else "." for may in row))
     return "\n".join(lines)
-
-
-def drawings():
-    """(title, drawing) of every mask, small enough to read."""
-    copies = [f"n{i}" for i in range(6)] + [f"c{i}" for i in range(6)]
-    packed = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-    return [
-        ("full: everything sees everything (LLaDA, Dream, D2F's teacher)", draw(full(), 6, 6)),
-        ("causal: plain AR; ReFusion's buffer [prompt | clean slots | masked slots]", draw(causal(), 8, 8)),
-        ("causal(offset=4): 3 new queries after 4 cached keys", draw(causal(4), 3, 7, kv_names="cccc012")),
-        ("segments: causal sequences 0 0 0 | 1 1 | 2 2 2 packed in one row (CoDiLA's blocks)",
-         draw(segments(packed), 8, 8, kv_names="00011222")),
-        ("completion_rows: ReFusion, 3 committed keys (c), slots of 4 (a, b), offsets 1.. are recomputed",
-         draw(completion_rows(3, 4, 1), 6, 11, "a1 a2 a3 b1 b2 b3".split(), "cccaaaabbbb")),
-        ("block_causal: D2F, prompt of 3 (p), response blocks of 2",
-         draw(block_causal(2, torch.tensor([3])), 9, 9, kv_names="ppp001122")),
-        ("block_causal: Fast-dLLM v2, blocks of 4 from the first token; 4 queries after 4 cached",
-         draw(block_causal(4, offset=4), 4, 8, kv_names="cccc1111")),
-        ("noisy_clean: Fast-dLLM v2 training, 3 blocks of 2, noisy (n) then clean (c) tokens",
-         draw(noisy_clean(6, 2), 12, 12, copies, "nnnnnncccccc")),
-        ("dual_view: Orthrus training, 6 AR keys (a), two diffusion blocks of 3 with anchors at 2 and 4",
-         draw(dual_view(6, 3, torch.tensor([[2, 4]])), 6, 12, "0a 0m 0m 1a 1m 1m".split(), "aaaaaa000111")),
-        ("merged_views: Orthrus --merged, 3 cached keys (c), 3 AR rows (a), groups at AR rows 0 and 2",
-         draw(merged_views(3, 3, 2, torch.tensor([0, 2])), 7, 10, "a a a 0 0 2 2".split(), "cccaaa0022")),
-    ]  # fmt: skip
 
 
 def trace(tokenizer, ids, record):
     """Rounds of a decode, each a list of (text, round that fixed it or None, struck through), one a token.
 
-    Not yet fixed: a dot, or the draft that this round rejected: record["rejected"] has (round, index, token).
+    Texts are cut from that of all ids, since a piece of a word or of a character has none of its own: the
+    last round joined is that text. Not yet fixed: dots, or the draft that this round rejected, both as wide
+    as the final text: record["rejected"] has (round, index, token).
     """
+    text = tokenizer.decode(ids)
+    cuts = [0]
+    for i in range(1, len(ids)):
+        before = os.path.commonprefix([tokenizer.decode(ids[:i]), text])
+        cuts.append(max(cuts[-1], len(before)))
+    cuts.append(len(text))
     rejected = {(number, index): token_id for number, index, token_id in record.get("rejected", ())}
     fixed = record["fixed_round"][: len(ids)]
 
     def entry(number, i):
+        piece = text[cuts[i] : cuts[i + 1]]
         if fixed[i] <= number:
-            return tokenizer.decode([ids[i]]), fixed[i], False
-        draft = rejected.get((number, i))
-        return ("·", None, False) if draft is None else (tokenizer.decode([draft]), number, True)
+            return piece, fixed[i], False
+        if (number, i) not in rejected:
+            return "·" * len(piece), None, False
+        draft = tokenizer.decode([*ids[:i], rejected[number, i]])[cuts[i] :]
+        return draft[: len(piece)].ljust(len(piece)), number, True
 
     return [[entry(number, i) for i in range(len(fixed))] for number in sorted(set(fixed))]
 
 
+def on_one_line(text):
+    """As many characters, each of which prints: a line break as ⏎, other control characters as �."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "�", text.replace("\n", "⏎"))
+
+
 def show_trace(rounds, seconds):
-    """One line a round; on a terminal at the decode's pace, coloured by round, rejected drafts struck."""
+    """One line a round; on a terminal at the decode's pace and, unless NO_COLOR is set, a colour a round.
+
+    A rejected draft is struck through and reversed, or where there are no colours, has ~ below it.
+    """
+    on_terminal = sys.stdout.isatty()
+    coloured = on_terminal and not os.environ.get("NO_COLOR")
+    # code 16 + 36 r + 6 g + b, r, g, b < 6: those of middle lightness, for light and for dark terminals
+    codes = [16 + i for i in range(216) if 8 <= 2 * (i // 36) + 5 * (i // 6 % 6) <= 14]
     for number, row in enumerate(rounds, 1):
-        if sys.stdout.isatty():
+        if on_terminal:
             time.sleep(seconds / len(rounds))
-            paint = [f"\033[{'9;' * struck}{31 + (n or 0) % 6}m" for _, n, struck in row]
-            words = [text if n is None else f"{on}{text}\033[0m" for on, (text, n, _) in zip(paint, row)]
-        else:
-            words = [f"~{text}~" if struck else text for text, n, struck in row]
-        print(f"  round {number:>3} | " + "".join(words).replace("\n", "\\n"), flush=True)
-
-
-def trace_svg(rounds):
-    """The same as one self-contained picture (text of an SVG file)."""
-    colours = ("#c33", "#383", "#a60", "#33c", "#939", "#088")
-    lines = []
-    width = 0
-    for number, row in enumerate(rounds, 1):
-        spans = ""
+        line, below = "", ""
         for text, n, struck in row:
-            line = 'text-decoration="line-through"' if struck else ""
-            fill = "#999" if n is None else colours[n % 6]
-            spans += f'<tspan fill="{fill}" {line}>{html.escape(text)}</tspan>'
-        spans = spans.replace("\n", "⏎")
-        lines.append(f'<text x="8" y="{number * 20}" xml:space="preserve">round {number:>3} | {spans}</text>')
-        width = max(width, 12 + sum(len(text) for text, _, _ in row))
-    size = f'width="{width * 8.5 + 16:.0f}" height="{len(rounds) * 20 + 12}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="14">'
-    return "\n".join([head, *lines, "</svg>"]) + "\n"
+            text = on_one_line(text)
+            below += ("~" if struck else " ") * len(text)
+            if coloured and n is not None:
+                text = f"\033[{'7;9;' * struck}38;5;{codes[n * 29 % len(codes)]}m{text}\033[0m"
+            line += text
+        print(f"  round {number:>3} | {line}", flush=True)
+        if "~" in below and not coloured:
+            print(f"   rejected | {below.rstrip()}")
+
+
+def trace_svg(rounds, prompt=""):
+    """The same as one self-contained picture (text of an SVG file), the prompt on top."""
+    lines = [html.escape(on_one_line(prompt))] if prompt else []
+    width = len(prompt)
+    for number, row in enumerate(rounds, 1):
+        line = f"round {number:>3} | "
+        width = max(width, len(line) + sum(len(text) for text, _, _ in row))
+        for text, n, struck in row:
+            style = 'fill="#888"'
+            if n is not None:
+                style = f'fill="hsl({40 + n * 173 % 280},70%,34%)"'  # steps of the golden angle, but no red
+            if struck:
+                style = 'fill="#e00" text-decoration="line-through"'
+            line += f"<tspan {style}>{html.escape(on_one_line(text))}</tspan>"
+        lines.append(line)
+    size = f'width="{width * 8.5 + 16:.0f}" height="{len(lines) * 20 + 12}"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="14">'
+    svg += '<rect width="100%" height="100%" fill="#fff"/>'
+    for i, line in enumerate(lines, 1):
+        svg += f'\n<text x="8" y="{i * 20}" xml:space="preserve">{line}</text>'
+    return svg + "\n</svg>\n"
 
 
 if __name__ == "__main__":
+    copies = "n0 n1 n2 n3 n4 n5 c0 c1 c2 c3 c4 c5".split()
+    packed = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    drawings = [
+        ("full: everything sees everything (LLaDA, Dream, D2F's teacher)", full(), "012345", "012345"),
+        ("causal: plain AR; ReFusion's buffer [prompt | clean | masked slots]", causal(), "012345", "012345"),
+        ("causal(offset=4): 3 new queries after 4 cached keys", causal(4), "012", "cccc012"),
+        ("segments: causal sequences packed in one row (CoDiLA)", segments(packed), "01234567", "00011222"),
+        ("completion_rows: ReFusion, 3 committed keys (c), slots of 4 (a, b), offsets 1.. are recomputed",
+         completion_rows(3, 4, 1), "a1 a2 a3 b1 b2 b3".split(), "cccaaaabbbb"),
+        ("block_causal: D2F, prompt of 3 (p), response blocks of 2",
+         block_causal(2, torch.tensor([3])), "012345678", "ppp001122"),
+        ("block_causal: Fast-dLLM v2, blocks of 4 from the first token; 4 queries after 4 cached",
+         block_causal(4, offset=4), "0123", "cccc1111"),
+        ("noisy_clean: Fast-dLLM v2 training, 3 blocks of 2, noisy (n) then clean (c) tokens",
+         noisy_clean(6, 2), copies, "nnnnnncccccc"),
+        ("dual_view: Orthrus training, 6 AR keys (a), two diffusion blocks of 3 with anchors at 2 and 4",
+         dual_view(6, 3, torch.tensor([[2, 4]])), "0a 0m 0m 1a 1m 1m".split(), "aaaaaa000111"),
+        ("merged_views: Orthrus --merged, 3 cached keys (c), 3 AR rows (a), groups at AR rows 0 and 2",
+         merged_views(3, 3, 2, torch.tensor([0, 2])), "a a a 0 0 2 2".split(), "cccaaa0022"),
+    ]  # fmt: skip
     print("One line per query, one column per key: # = may attend, . = may not.\n")
-    for title, drawing in drawings():
-        print(title, drawing, sep="\n", end="\n\n")
+    for title, *mask in drawings:
+        print(title, draw(*mask), sep="\n", end="\n\n")

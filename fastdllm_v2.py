@@ -3,20 +3,18 @@
 Paper         Fast-dLLM v2: Efficient Block-Diffusion LLM
               arXiv 2509.26328v1 (sections in brackets are of this version; it numbers no equation and has no
               algorithm box), https://arxiv.org/abs/2509.26328
-Idea          The text is cut into blocks of D tokens: causal between blocks, bidirectional inside. Masked
+Idea          The text is cut into blocks of D tokens: causal between blocks, bidirectional inside. The masked
               tokens of a block are predicted from the noisy block and the clean blocks before it. Decoding
-              writes block after block, in a block all confident tokens at once, and caches finished blocks
-              for good.
-Differs       from plain AR: 1. attention is full inside a block  2. the input is doubled, [noisy | clean],
-              each sample with a mask and with its complement  3. several tokens a forward. The next-token
-              head stays: token i is read from the logits at i-1
-Implements    packing in whole blocks [§3.2] -> pack; complementary views, token shift, loss [§3.2, App. A.2,
-              A.3] -> make_training_inputs, training_loss; parallel refinement, block cache, DualCache,
-              batches [§3.3] -> generate_batch, generate
+              fills one block after another, several confident tokens a forward, and caches each for good.
+Differs       from plain AR: 1. attention is full inside a block  2. a row of training holds noisy copies of
+              the text before the clean one  3. several tokens a forward. The next-token head stays: token i
+              is read from the logits at i-1
+Implements    packing [§3.2] -> pack; complementary views, token shift, loss [§3.2, App. A.2, A.3] ->
+              make_training_inputs, training_loss; decoding with its caches [§3.3] -> generate_batch, generate
 Left out      likelihood scoring of benchmark answers; labels on earlier turns and on the newline after EOS
 Not as in     the paper: answer tokens alone are masked and scored, not all D of a block [§3.2, App. A.3]; one
               t per block and the complement of that draw, not t and 1-t per sample [App. A.3] (both the
-              code's choice)
+              code's choice); both views share one clean copy (ours, the same loss)
               the code: a sample of whole blocks gets no further block of masks; a prompt of exactly D tokens
               is prefilled; the mask token is never an output; the budget is rounded up, not down; rows of a
               batch are sampled one by one, end at an EOS that a commit writes, and take their first token
@@ -26,8 +24,10 @@ Run           python fastdllm_v2.py --train --generate [--sweep]           (test
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import fcntl
 import inspect
 import json
 import math
@@ -44,15 +44,10 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -62,20 +57,8 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 import common
-from common import (
-    Decoder,
-    block_causal,
-    build_mask,
-    dense,
-    from_pretrained,
-    generate_ar,
-    is_eos,
-    kernels,
-    noisy_clean,
-    read_config,
-    token_nll,
-    walk,
-)
+from common import Decoder, block_causal, build_mask, dense, from_pretrained, generate_ar, is_eos, kernels
+from common import noisy_clean, read_config, token_nll, walk
 
 METHOD = "fastdllm_v2"
 HERE = Path(__file__).resolve().parent
@@ -110,16 +93,15 @@ class Config:
     mask_id: int | None = None
     eos_id: int | list | None = None  # of a list each ends a text
     vocab_len: int | None = None  # rows of the head from here on are no tokens
+    text_len: int | None = None  # most positions of the model
     # Fast-dLLM v2
     block_size: int = 32  # D [§4.1]; without the flag the bd_size of the model's config.json
-    sub_block_size: int = 8  # S, in decoding [§4.1, Table 3]; divides D
+    sub_block_size: int = 8  # S, in decoding [§3.3, Table 3]; divides D
     tau: float = 0.9  # [§4.2] for speed; 1, one token a forward, in the accuracy tables [App. A.4]
     block_cache: bool = False  # DualCache [§3.3], approximate: keys and values kept in a block; off [code]
     top_p: float = 0.95  # [code] of no effect at temperature 0
-    confidence: Literal["nucleus", "softmax"] = "nucleus"  # [code] of sampled tokens; softmax: before the cut
     pad_blocks: bool = True  # [§3.2, Table 2] masks fill a sample to whole blocks; off in their script
     complementary: bool = True  # [§3.2, Table 2] the second view, with the complement of the mask
-    shared_clean: bool = True  # [ours] both views and one clean copy, same loss; off: rows of 2 L [App. A.2]
     sweep: bool = False  # decode at the thresholds of Fig. 4, 0.5 to 1
 
 
@@ -135,11 +117,12 @@ TEMPLATE = {}  # arguments of the chat template: Qwen2.5's default  [code]
 
 
 def pack(samples, cfg):
-    """Samples one after the other, each filled with masks to whole blocks, cut into windows of max_len.
+    """Samples one after the other, each filled with masks to whole blocks, cut into windows of L.  [§3.2]
 
-    samples: pairs of lists (token ids, labels). Returns a list of {"input_ids", "labels"}, no remainder.
-    No block has tokens of two samples [§3.2]; earlier samples of a window stay visible [code].
-    Raises ValueError where blocks do not divide the window, or the samples do not fill one.
+    samples: pairs of lists (token ids, labels: the token where it is scored, else -100). Returns a list of
+    {"input_ids", "labels"}, L = max_len tokens each; the remainder is dropped. No block has tokens of two
+    samples; earlier samples of a window stay visible [code]. Raises ValueError where blocks do not divide the
+    window, or the samples do not fill one.
     """
     L = cfg.max_len
     if L % cfg.block_size:
@@ -156,39 +139,37 @@ def pack(samples, cfg):
 
 
 def draw_noise(batch, cfg, generator):
-    """t (n,), a noise level for each of the n blocks; u (n, D), one uniform number a token.  [code]"""
+    """t (n,): a noise level for each of the n blocks; u (n, D): a uniform number for each token.  [code]"""
     n = sum(len(window["input_ids"]) for window in batch) // cfg.block_size
     return {"t": torch.rand(n, generator=generator), "u": torch.rand(n, cfg.block_size, generator=generator)}
 
 
 def make_training_inputs(batch, draws, cfg):
-    """Noisy copies of every window, then the clean one, with the weight of every token in the loss.
+    """Each window of pack as one row: a noisy copy for each view, then the clean window.  [§3.2, Fig. 2]
 
-        input_ids (R, (V+1) L)   noisy view 1 | noisy view 2 | clean    R = B rows, V = 2   (shared_clean)
-                                 noisy view   | clean                   R = 2 B, V = 1, first views first
+        input_ids     noisy view 1 | noisy view 2 | clean    (B, (V+1) L) int64, V views of L tokens
+        position_ids  0 .. L-1     | 0 .. L-1     | 0 .. L-1
+        masks         m            | 1 - m        | none     m: answer tokens with u < p(t of their block)
 
-    batch: windows of pack, L tokens each. View 1 masks the answer tokens where u < p(t of the block), view 2
-    the others: together each once [§3.2, Fig. 2]. Returns a dict: input_ids and position_ids, 0..L-1 in every
-    copy, (R, (V+1) L) int64; labels (R, V, L) int64, the token where it is masked, else -100; weights (R, V,
-    L) float32, 1 / N there, N answer tokens in the batch: the loss is sum(weights * nll).
+    The views are complementary: together they mask, and score, each answer token once. No block sees its own
+    clean copy (noisy_clean), so the clean copy serves both views: 3 L tokens instead of two rows [noisy |
+    clean] of 2 L [App. A.2], the same loss [ours]. Also returned, (B, V, L) each: labels int64, the token
+    where the view masks it, at its own place, else -100; weights float32, 1 / N there, N answer tokens in the
+    batch: the loss is sum(weights * nll).
     """
     clean = torch.tensor([window["input_ids"] for window in batch])
     labels = torch.tensor([window["labels"] for window in batch])
-    B, L = clean.shape
-    p_mask = (1 - 1e-3) * draws["t"] + 1e-3  # (n,)  [code]
-    hit = (draws["u"] < p_mask[:, None]).view(B, L)
     is_answer = labels != -100
-    views = [hit & is_answer, ~hit & is_answer][: 1 + cfg.complementary]  # m and 1-m  [§3.2]
+    p_mask = (1 - 1e-3) * draws["t"] + 1e-3  # (n,)  [code]
+    m = (draws["u"] < p_mask[:, None]).view(clean.shape)
+    views = [m & is_answer, ~m & is_answer] if cfg.complementary else [m & is_answer]  # [Table 2]
     is_masked = torch.stack(views, dim=1)  # (B, V, L)
-    if not cfg.shared_clean:
-        is_masked = is_masked.transpose(0, 1).reshape(-1, 1, L)  # (V B, 1, L)
-        clean = clean.repeat(len(views), 1)
-        labels = labels.repeat(len(views), 1)
     noisy = torch.where(is_masked, cfg.mask_id, clean[:, None])
     input_ids = torch.cat([noisy.flatten(1), clean], dim=1)
+    position_ids = torch.arange(clean.shape[1]).repeat(len(views) + 1)
     return {
         "input_ids": input_ids,
-        "position_ids": torch.arange(L).repeat(noisy.shape[1] + 1).expand_as(input_ids),
+        "position_ids": position_ids.expand_as(input_ids),
         "labels": torch.where(is_masked, labels[:, None], -100),
         "weights": is_masked / is_answer.sum().clamp(min=1),  # no 1/t [App. A.3]; 1/N [code]
     }
@@ -197,16 +178,17 @@ def make_training_inputs(batch, draws, cfg):
 def training_loss(model, inputs, cfg):
     """-1/N sum over masked i of both views of log P(x_i | clean blocks before, noisy block of i)  [App. A.3]
 
-    Returns (loss, {"nll": (R, V, L-1) float32}): entry i-1 is that of position i, 0 where it is not masked.
+    Returns (loss, {"nll": (B, V, L-1) float32}): entry i-1 is that of token i, 0 where it is not masked.
     """
     labels = inputs["labels"]
-    R, V, L = labels.shape
+    V, L = labels.shape[1:]
     T = (V + 1) * L
     attn_mask = build_mask(noisy_clean(L, cfg.block_size, V), 1, T, T, labels.device)  # M_full  [App. A.2]
     hidden = walk(model, inputs["input_ids"], inputs["position_ids"], attn_mask,
                   checkpointing=cfg.checkpointing)  # fmt: skip
-    noisy = hidden[:, : V * L].unflatten(1, (V, L))  # (R, V, L, width)
-    # token shift [§3.2]: i is read at i-1, across block borders too; the first token of a window never is
+    noisy = hidden[:, : V * L].unflatten(1, (V, L))  # (B, V, L, width)
+    # token shift [§3.2]: token i is read at i-1 of its view, across block borders: the first token of a block
+    # from the noisy block before (in decoding from the clean one). A window's first token is not scored
     nll = token_nll(model.lm_head, noisy[:, :, :-1], labels[:, :, 1:])
     return (inputs["weights"][:, :, 1:] * nll).sum(), {"nll": nll.detach()}
 
@@ -238,25 +220,27 @@ def without_mask(logits, cfg):
 def propose(logits, cfg, generator):
     """A token for each masked position and its confidence. (n, V) -> (n,) int64, (n,) float32, on the CPU
 
-    The confidence is the token's probability, the mask token counted in; of a sampled token the one that it
-    was drawn with [code].
+    The confidence is the token's probability, the mask counted in; a sampled token's is that in the nucleus
+    it was drawn from [code].
     """
     allowed = without_mask(logits, cfg)
-    probs = logits[:, : cfg.vocab_len].float().softmax(-1)
     if cfg.temperature > 0:
-        kept = nucleus((allowed / cfg.temperature).softmax(-1), cfg.top_p)
-        pred_ids = draw_token(kept, torch.rand(len(logits), generator=generator, dtype=torch.float64))
-        probs = kept if cfg.confidence == "nucleus" else probs
+        probs = nucleus((allowed / cfg.temperature).softmax(-1), cfg.top_p)
+        pred_ids = draw_token(probs, torch.rand(len(probs), generator=generator, dtype=torch.float64))
     else:
+        probs = logits[:, : cfg.vocab_len].float().softmax(-1)
         pred_ids = allowed.argmax(-1)
     conf = probs.gather(-1, pred_ids[:, None])[:, 0]
     return pred_ids.cpu(), conf.cpu()
 
 
 def select(conf, is_masked, tau):
-    """Masked positions surer than tau, strictly [§3.3], and the surest of each row [code]. (B, S) -> bool"""
-    surest = conf.masked_fill(~is_masked, -1).argmax(-1, keepdim=True)
-    return is_masked & (conf > tau).scatter(-1, surest, True)
+    """Which masked positions are written: all surer than tau [§3.3], and the surest of each row [code].
+
+    conf (n,) of the n positions set in is_masked (B, S), row after row -> (n,) bool
+    """
+    conf = torch.full(is_masked.shape, -1.0).masked_scatter(is_masked, conf)
+    return (conf > tau).scatter(-1, conf.argmax(-1, keepdim=True), True)[is_masked]
 
 
 def has_ended(ids, is_new, cfg):
@@ -268,8 +252,9 @@ def has_ended(ids, is_new, cfg):
 def forward(decoder, ids, cfg, offset=0):
     """Hidden states (B, n, width) of ids (B, n), which stand `offset` tokens after the committed blocks.
 
-    Keys and values go to scratch. Visible: the committed blocks and the whole current block, with what an
-    earlier call left of it in scratch; of several blocks (prefill) those up to the token's own.  [App. A.2]
+    ids: the current block, one of its sub-blocks (offset), or the whole blocks of a prompt. All see the
+    committed blocks and their own block [App. A.2]. Keys and values go to scratch, to be overwritten by the
+    next call; a sub-block sees what an earlier call left there of the rest of its block [DualCache, §3.3].
     """
     n = ids.shape[1]
     start = decoder.kv_cache.cache_len
@@ -280,13 +265,13 @@ def forward(decoder, ids, cfg, offset=0):
 
 @torch.no_grad()
 def generate_batch(model, prompts, cfg, decoder=None, generator=None):
-    """Block after block: fill the masks, sub-block by sub-block; commit the block, write one token.  [§3.3]
+    """Block after block: fill its masks, sub-block by sub-block; commit it; write one token more.  [§3.3]
 
-    prompts: list of (P,) int64 of any lengths, under one block clock; the state of the loop lies on the CPU.
-    Of cfg: max_new_tokens, block_size, sub_block_size, tau, block_cache, temperature, top_p, confidence,
-    mask_id, eos_id, vocab_len. A row that does not end writes at least max_new_tokens: whole blocks. A prompt
-    alone ends at its EOS, inside a block; several fill the block, then finished rows leave [code]. Without
-    block_cache a row's text is that of its prompt alone. decoder: of as many rows as prompts.
+    prompts: list of (P,) int64 of any lengths, all in the same block at a time. Of cfg: max_new_tokens,
+    block_size, sub_block_size, tau, block_cache, temperature, top_p, mask_id, eos_id, vocab_len. A text
+    without EOS is filled to the end of its block: at least max_new_tokens. A prompt alone ends at its EOS; of
+    several, finished rows leave after the block [code]. Without block_cache a row's text is that of its
+    prompt alone. decoder: of as many rows as prompts; the state of the loop lies on the CPU.
     Returns (texts, record): of each prompt its tokens and the new ones up to the first EOS, (P+R,) int64;
     forwards, rounds, fixed_round, a list (R,) per prompt, calls: prefill, block, sub or commit.
     Raises ValueError for no prompt, one without tokens or with a mask, sub-blocks that do not divide a block.
@@ -299,9 +284,9 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
     if D % S or not prompts or any(len(ids) == 0 or (ids == cfg.mask_id).any() for ids in prompts):
         raise ValueError(f"prompts have a token and no mask, and sub_block_size {S} divides block_size {D}")
     lengths = [len(ids) for ids in prompts]
-    whole = min(lengths) // D * D  # tokens of every prompt in whole blocks
     end = max(lengths) + cfg.max_new_tokens
-    borders = sorted({0, *range(whole, end - 1 + D, D)})  # - 1: a commit writes the token after its block
+    whole = min(lengths) // D * D  # the prefill: blocks that are prompt in every row
+    borders = sorted({0, *range(whole, end - 1 + D, D)})  # of prefill and blocks; a commit may write end - 1
     decoder = (decoder or Decoder(model, borders[-1], B, compiled=None if B == 1 else False)).reset()
     seq_ids = pad_sequence(prompts, batch_first=True, padding_value=cfg.mask_id)
     seq_ids = F.pad(seq_ids, (0, borders[-1] + 1 - max(lengths)), value=cfg.mask_id)
@@ -309,55 +294,55 @@ def generate_batch(model, prompts, cfg, decoder=None, generator=None):
     fixed_round = torch.zeros_like(seq_ids)
     rows = torch.arange(B)  # those still in the batch
     calls = []
-    for start, stop in zip(borders, borders[1:]):  # first the prefill, if any: whole blocks without masks
+    for start, stop in zip(borders, borders[1:]):  # the prefill, if any, without masks; then each block
         keep = (~has_ended(seq_ids[rows], is_new[rows], cfg)).nonzero()[:, 0]
         if len(keep) == 0:
             break
         if len(keep) < len(rows):
             rows = rows[keep]
             decoder.keep_rows(keep)
-        in_scratch = False  # whether scratch holds keys and values of the whole block
+        has_block = False  # DualCache: whether scratch holds keys and values of all of this block
         while True:
             block_ids = seq_ids[rows, start:stop]
             is_masked = block_ids == cfg.mask_id
             if not is_masked.any() or (B == 1 and has_ended(seq_ids, is_new, cfg)):
                 break
-            # propose: for the first sub-block with masks in any row, later ones as they stand
+            # propose: for the first sub-block with masks in any row, s .. s+S-1. DualCache feeds it alone
+            # once its first token is written: the row that predicts that one is not in such a forward [code]
             s = is_masked.any(dim=0).nonzero()[0, 0].item() // S * S
             is_masked = is_masked[:, s : s + S]
-            is_sub = in_scratch and not is_masked[:, 0].any()  # DualCache, after its first token [code]
-            first = s if is_sub else 0
-            hidden = forward(decoder, block_ids[:, s : s + S] if is_sub else block_ids, cfg, first)
+            is_sub = has_block and not is_masked[:, 0].any()
+            fed = slice(s, s + S) if is_sub else slice(0, D)
+            hidden = forward(decoder, block_ids[:, fed], cfg, fed.start)
+            has_block = cfg.block_cache
             calls.append("sub" if is_sub else "block")
-            in_scratch = cfg.block_cache
-            # score: i is read at i-1 [§3.2]; a block's first token is known
+            # score: token i is read at i-1 [§3.2]; the first of a block is never masked, see commit
             row, offset = is_masked.nonzero(as_tuple=True)
-            read_idx = (row * hidden.shape[1] + s - first + offset - 1).to(hidden.device, non_blocking=True)
-            pred_ids, conf = propose(model.lm_head(hidden.flatten(0, 1)[read_idx]), cfg, generator)
+            idx = (row * hidden.shape[1] + s + offset - 1 - fed.start).to(hidden.device, non_blocking=True)
+            pred_ids, conf = propose(model.lm_head(hidden.flatten(0, 1)[idx]), cfg, generator)
             # select
-            conf = torch.zeros(is_masked.shape).masked_scatter(is_masked, conf)
-            chosen = select(conf, is_masked, cfg.tau)[is_masked]
+            chosen = select(conf, is_masked, cfg.tau)
             where = rows[row[chosen]], start + s + offset[chosen]
             seq_ids[where] = pred_ids[chosen]
             fixed_round[where] = decoder.forwards - 1
         if stop >= end or has_ended(seq_ids[rows], is_new[rows], cfg).all():
             break
-        # commit: exact keys and values, and the greedy token after the block, whatever its confidence [code]
+        # commit: the finished block once more, without masks, for its exact keys and values; its last row
+        # gives the first token of the next block, greedily, whatever the confidence [code]
         hidden = forward(decoder, block_ids, cfg)
         decoder.kv_cache.commit(stop - start)
         calls.append("commit" if stop > whole else "prefill")
         row = is_new[rows, stop].nonzero()[:, 0]  # the others have more prompt
-        if stop <= whole and not len(row):
-            decoder.forwards -= 1  # a pure prefill
+        decoder.forwards -= int(stop <= whole and len(row) == 0)  # a pure prefill
         seq_ids[rows[row], stop] = without_mask(model.lm_head(hidden[:, -1]), cfg).argmax(-1).cpu()[row]
         fixed_round[rows[row], stop] = decoder.forwards - 1
     record = dict(forwards=decoder.forwards, rounds=decoder.forwards, fixed_round=[], calls=calls)
     texts = []
-    for P, ids, fixed in zip(lengths, seq_ids, fixed_round):
-        ends = is_eos(ids[P:], cfg.eos_id).nonzero()[:1, 0].tolist()
-        length = P + ends[0] + 1 if ends else (ids != cfg.mask_id).sum().item()
-        texts.append(ids[:length].to(device))
-        record["fixed_round"].append(fixed[P:length].tolist())
+    for r, P in enumerate(lengths):
+        ends = is_eos(seq_ids[r, P:], cfg.eos_id).nonzero()[:1, 0].tolist()
+        stop = P + ends[0] + 1 if ends else (seq_ids[r] != cfg.mask_id).sum().item()
+        texts.append(seq_ids[r, :stop].to(device))
+        record["fixed_round"].append(fixed_round[r, P:stop].tolist())
     return texts, record
 
 
@@ -378,35 +363,43 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of shards: whole tensors, on rank 0 alone
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
 COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
 SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
                      temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-PAIRS = ("prompt/response", "question/answer", "query/response", "prompt/completion", "instruction/output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
+ANSWERED = ("response", "answer", "completion", "output")
 
 
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or one of PAIRS; `pattern`: a regular
-    expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
+    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.decode("utf-8-sig")) if line.strip() else {"messages": None}
+            row = json.loads(line.decode("utf-8-sig"))
             if "messages" not in row:
-                user, assistant = next(pair.split("/") for pair in PAIRS if row.keys() >= {*pair.split("/")})
-                row["messages"] = [dict(role="user", content=row[user])]
-                row["messages"] += [dict(role="assistant", content=row[assistant])]
-            if line.strip():
-                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
-                *prompt, answer = row["messages"]
-                rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
-        except Exception as error:
-            wanted = f"an object with {', '.join(PAIRS)} or messages that end with the assistant's"
-            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
+                asked = [row[name] for name in ASKED if row.get(name)]
+                answer = next(row[name] for name in ANSWERED if name in row)
+                turns = [dict(role="user", content="\n".join(asked)), dict(role="assistant", content=answer)]
+                row["messages"] = turns if asked else []
+            "".join(turn["role"] + turn["content"] for turn in row["messages"]).encode()  # no half characters
+            *prompt, last = row["messages"]
+            if last["role"] != "assistant" or not re.compile(row.get("pattern") or ""):
+                raise ValueError
+            rows.append((prompt, last["content"], row.get("pattern")))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number}: not UTF-8") from None
+        except Exception:
+            wanted = "one object a line with prompt/response, question/answer, query/response, "
+            wanted += "prompt/completion, instruction/output or messages that end with the assistant's, "
+            wanted += "and perhaps a pattern that is a regular expression"
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -419,21 +412,30 @@ def encode(tokenizer, messages, answer=""):
     Text stays text: the name of a special token in a message is never taken for the token.
     """
     plain = dict(add_special_tokens=False, split_special_tokens=True)
-    eos_id = tokenizer.eos_token_id
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        prompt_ids = prompt_ids[: -1 if prompt_ids[-1:] == [eos_id] else None]  # some tokenizers end texts
+    answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = []
+    if tokenizer.chat_template:
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        text = "".join(turn["content"] for turn in messages)
+        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+        try:
+            form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
+            text = tokenizer.apply_chat_template(marked, **form)
+        except Exception as error:
+            roles = ", ".join(turn["role"] for turn in messages)
+            raise ValueError(f"the chat template refuses turns of {roles}: {error}") from error
+        # names without the mark are the template's own: tokens
+        for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
+            how = dict(add_special_tokens=False, split_special_tokens=mark in part)
+            prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     else:
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-        messages = [m | {"content": re.sub(f"({names})", "\ue000\\1", m["content"])} for m in messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if "\ue000" not in text else []
-        for part in re.split(f"((?<!\ue000)(?:{names}))", text) if not prompt_ids else ():
-            part_ids = tokenizer(part.replace("\ue000", ""), **plain)["input_ids"]
-            prompt_ids += [special[part]] if part in special else part_ids  # the template's own, or text
-    return {"prompt_ids": prompt_ids, "answer_ids": tokenizer(answer, **plain)["input_ids"] + [eos_id]}
+        text = "\n".join(turn["content"] for turn in messages)
+        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        if prompt_ids[-1:] == answer_ids[-1:]:  # some tokenizers end every text
+            prompt_ids.pop()
+    return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
 
 def encode_rows(tokenizer, cfg):
@@ -448,33 +450,35 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, cfg.eos_id, cfg.vocab_len.
+    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
 
     A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
     """
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
-        if not encode(tokenizer, [{"role": "user", "content": "a"}])["prompt_ids"]:  # or its template fails
-            raise ValueError("its tokenizer has no tokens")
-        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1
-        given = [getattr(model.config, "mask_token_id", None), tokenizer.mask_token_id]
-        given += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        given += [cfg.vocab_len] if training else []
-        cfg.mask_id = model.config.mask_token_id = next((i for i in given if i is not None), None)
+        config = model.config
+        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
+        known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
+        known += [tokenizer.get_added_vocab().get(word) for word in MASKS] + [cfg.vocab_len] * training
+        cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
         cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == model.config.vocab_size:
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        rows = model.config.vocab_size
-        if cfg.eos_id in (None, cfg.mask_id) or max(cfg.eos_id, cfg.mask_id or 0, cfg.vocab_len - 1) >= rows:
-            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens do not fit an "
-                             f"embedding of {rows} rows, or are no tokens of their own")  # fmt: skip
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
+        if cfg.eos_id in (None, cfg.mask_id) or last >= config.vocab_size:
+            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of "
+                             f"their own in an embedding of {config.vocab_size}")  # fmt: skip
+        if not encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"]:  # or its template fails
+            raise ValueError("its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(model.config.eos_token_id) is list and not training:
-        cfg.eos_id = model.config.eos_token_id
+    if type(config.eos_token_id) is list and not training:
+        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.text_len = config.max_position_embeddings
+    cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return model, tokenizer
 
@@ -490,8 +494,8 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = get_model_state_dict(part, options=WHOLE)
-    moments = get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights = dcp.get_model_state_dict(part, options=WHOLE)
+    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
@@ -539,8 +543,8 @@ def shard(model, cfg):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
 
 
 @contextlib.contextmanager
@@ -565,11 +569,16 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    device = torch.device(cfg.device)
+    lock = open(Path(cfg.out, ".lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if RANK == 0 else fcntl.LOCK_UN)
+    except BlockingIOError:
+        raise ValueError(f"another run trains into {cfg.out}") from None
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
-    model.to(device).train()
+    model.to(cfg.device).train()
+    device = torch.device(cfg.device)
     trained = [p for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
@@ -577,7 +586,8 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
     parts = cfg.accumulation * WORLD
-    losses, total, clock = [], torch.zeros(2), time.time()
+    losses = []
+    clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
     with stop_signals() as stopped:
@@ -611,11 +621,25 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
             if total[1] or step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
                 save(part, tokenizer, optimizer, step + 1, cfg)
             if total[1]:
-                break
-    if total[1]:
-        print(f"{METHOD}.py: stopped and saved after {step + 1} steps; --resume goes on", file=sys.stderr)
-        sys.exit(128 + (stopped or [signal.SIGTERM])[0])
+                bar.close()
+                print(f"{METHOD}.py: saved after {step + 1} steps; --resume goes on", file=sys.stderr)
+                sys.exit(128 + (stopped or [signal.SIGTERM])[0])
     return losses
+
+
+def read_problems(tokenizer, args, cfg):
+    """What is decoded, --prompt or --test: a list of (prompt_ids (1, P), text, answer, pattern or None)."""
+    rows = [([dict(role="user", content=prompt)], None, None) for prompt in args.prompt]
+    problems = []
+    for messages, answer, pattern in rows or read_data(cfg.test)[: cfg.problems]:
+        ids = encode(tokenizer, messages)["prompt_ids"]
+        if not 0 < len(ids) <= cfg.text_len - cfg.max_new_tokens:
+            raise ValueError(f"prompt {len(problems) + 1} has {len(ids)} tokens and max_new_tokens is "
+                             f"{cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
+        if tokenizer.unk_token_id in ids:
+            print(f"prompt {len(problems) + 1} has words that the model does not know", file=sys.stderr)
+        problems.append((torch.tensor([ids], device=cfg.device), messages[-1]["content"], answer, pattern))
+    return problems
 
 
 def trim(ids, cfg):
@@ -636,100 +660,109 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode the problems one by one; prints the first texts and a line of figures. Returns the figures.
+    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
 
-    ar: what this function returned for plain AR. All ratios are of totals.
+    ar: what this function returned for plain AR.
     """
+    if cfg.mask_id is None and run is not generate_ar:
+        raise ValueError("the model has no mask token: it is no model of this method")
     generator = torch.Generator().manual_seed(cfg.seed)
-    outputs, right, forwards, seconds = [], 0, 0, 0.0
-    for number, (messages, answer, pattern) in enumerate(problems):
-        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
-        if prompt_ids.shape[1] == 0 or (cfg.mask_id is None and run is not generate_ar):
-            raise ValueError(f"prompt {number + 1} has no tokens, or the model has no mask token")
+    row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
+    outputs, seconds = [], 0.0
+    for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
         lap = time.time() - kernels.GraphReplay.setup_seconds - clock
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
-        right += answer is not None and is_right(text, answer, pattern)
-        forwards += record["forwards"]
+        row["right"] += answer is not None and is_right(text, answer, pattern)
+        row["new_tokens"] += len(outputs[-1])
+        row["forwards"] += record["forwards"]
         seconds += lap
-        if number < 4 or answer is None:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            rounds = common.trace(tokenizer, outputs[-1], record)
-            if args.trace and run is not generate_ar:
-                common.show_trace(rounds, lap)
-            if args.trace_svg and run is not generate_ar:
-                Path(args.trace_svg).write_text(common.trace_svg(rounds))
-                args.trace_svg = ""  # the first one alone
-    n = sum(map(len, outputs))
-    right = right if answer is not None else None
-    row = dict(label=label, problems=len(problems), right=right, new_tokens=n, forwards=forwards,
-               tokens_per_forward=round(n / forwards, 3), tok_s=round(n / seconds, 1))  # fmt: skip
+        if len(outputs) <= 4 or answer is None:
+            print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
+            if ar and args.trace:
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
+            if ar and args.trace_svg and len(outputs) == 1:
+                rounds = common.trace(tokenizer, outputs[-1], record)
+                Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
+    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
-    judged = "" if right is None else f"{right}/{len(problems)} right | "
-    print(f"{label}: {judged}new_tokens {n} | forwards {forwards} | "
-          f"tokens_per_forward {n / forwards:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']} x AR | "
-          f"{row['same_as_ar']} same as AR")  # fmt: skip
-    return row | {"outputs": outputs}
+    row["right"] = None if answer is None else row["right"]  # prompts have no answers
+    print(f"{label}: " + " | ".join(f"{name} {value}" for name, value in row.items() if value is not None))
+    return dict(label=label, **row, outputs=outputs)
 
 
 def parse(argv):
     """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
 
-    args.folder: what --generate decodes, the model that is named or else what --out holds.
+    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
+    save to go on from, or None.
     """
     logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
-    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(description=__doc__, **look)
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: sys.exit(failed(message))
     for flag in ("train", "generate", "resume", "trace"):
         parser.add_argument(f"--{flag}", action="store_true", default=False)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--trace-svg", metavar="FILE", default="")
     comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(Config), re.M))
-    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
-    for field in fields:
+    fields = {field.name: field for field in dataclasses.fields(Config) if field.default is not None}
+    for name, field in fields.items():
         kind = {"choices": get_args(field.type)} if get_args(field.type) else {"type": field.type}
         kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
-        parser.add_argument(f"--{field.name}", help=comments.get(field.name, "").replace("%", "%%"), **kind)
+        parser.add_argument(f"--{name}", help=comments.get(name, "").replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     "".join(args.prompt).encode()  # half a character is no text
-    if not args.train and not args.generate:
-        raise ValueError("nothing to do: say --train, --generate or both")
-    given = {field.name: getattr(args, field.name) for field in fields if field.name in args}
-    tiny = TINY if Path(given.get("model", Config.model)).resolve() == Path(Config.model) else {}
+    given = {name: value for name, value in vars(args).items() if name in fields}
     if "data" in given:  # rows of the user's own: no others are decoded
         given = {"test": "" if args.train else given["data"], **given}
-    args.folder = given.get("out", Config.out) if args.train or "model" not in given else given["model"]
-    source = given.get("model", Config.model) if args.train and not args.resume else str(newest(args.folder))
-    if source == args.folder == given.get("out", Config.out) and not Path(source, "config.json").exists():
-        raise ValueError(f"nothing is trained in {source}: --train first, or name a --model")
+    out = given.get("out", Config.out)
+    model = given.get("model", Config.model)
+    is_done = Path(newest(out), "config.json").exists()
+    from_out = args.resume if args.train else "model" not in given
+    if not args.train and not args.generate:
+        raise ValueError("nothing to do: say --train, --generate or both")
+    if from_out and not is_done:
+        raise ValueError(f"nothing is trained in {out}: --train first, or name a --model")
+    if args.train and is_done and not args.resume:
+        raise ValueError(f"{out} holds a run: --resume it, or name another --out")
+    args.folder = out if args.train or from_out else model
+    args.resume = newest(out) if args.resume else None
+    source = str(newest(out if from_out else model))
     try:
         held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+        made_by = held["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    if held["method"] != METHOD:
-        raise ValueError(f"{source} was trained by {held['method']}.py")
-    for name in ("out", "device", "dtype"):  # of a machine, not of a model
-        held.pop(name, None)
-    held = {field.name: held[field.name] for field in fields if field.name in held}
+    if made_by != METHOD:
+        raise ValueError(f"{source} was trained by {made_by}.py")
     if not args.train:
         given["model"] = held.get("model", source)  # the base
-    cfg = Config(**(tiny | held | given))
+    here = ("out", "device", "dtype")  # of a machine, not of a model
+    held = {name: value for name, value in held.items() if name in fields and name not in here}
+    cfg = Config(**((TINY if Path(model).resolve() == Path(Config.model) else {}) | held | given))
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
         if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
             raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
     if args.generate and not args.prompt and not cfg.test:
         raise ValueError("--test FILE or --prompt TEXT must say what to decode")
+    if args.train and cfg.batch_size % (cfg.accumulation * WORLD):
+        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
     if WORLD > 1:
         on_gpu = cfg.device.startswith("cuda")
         cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
         if on_gpu:
             torch.cuda.set_device(cfg.device)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))  # saves are slow
+        atexit.register(dist.destroy_process_group)
     return args, cfg
 
 
@@ -738,20 +771,10 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)
     return 2
-
-
-def start(args, cfg):
-    """The folder of cfg.out that --resume goes on from, or None; a run that is there is not trained over."""
-    found = Path(newest(cfg.out), "config.json").exists()
-    if found and not args.resume:
-        raise ValueError(f"{cfg.out} holds a run: --resume it, or name another --out")
-    if args.resume and not found:
-        raise ValueError(f"nothing to resume in {cfg.out}")
-    if cfg.batch_size % (cfg.accumulation * WORLD):
-        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
-    return newest(cfg.out) if args.resume else None
 
 
 def report(rows, cfg):
@@ -785,19 +808,18 @@ def train(args, cfg, folder):
 def compare(args, cfg):
     """Decode the same prompts by plain AR and by Fast-dLLM v2, at one or six thresholds. Returns figures."""
     settle_block_size(read_config(newest(args.folder)), args, cfg)
-    dtype = getattr(torch, cfg.dtype)
-    problems = [([{"role": "user", "content": prompt}], None, None) for prompt in args.prompt]
-    problems = problems or read_data(cfg.test)[: cfg.problems]
-    model, tokenizer = load(cfg.baseline or cfg.model, cfg, dtype)
-    max_len = max(len(encode(tokenizer, row[0])["prompt_ids"]) for row in problems) + cfg.max_new_tokens
-    decoder = Decoder(model.to(cfg.device), max_len + cfg.block_size)
-    rows = [decode("plain AR", generate_ar, decoder, model, tokenizer, problems, cfg, args)]
-    model, tokenizer = load(newest(args.folder), cfg, dtype)
-    decoder = Decoder(model.to(cfg.device), max_len + cfg.block_size)
+    folder = newest(args.folder)
+    plans = [("plain AR", generate_ar, cfg.baseline or cfg.model, cfg.tau)]
     for tau in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0) if cfg.sweep else (cfg.tau,):
-        label = f"{METHOD}, tau {tau:.1f}" if cfg.sweep else METHOD
+        plans.append((f"{METHOD}, tau {tau:.1f}" if cfg.sweep else METHOD, generate, folder, tau))
+    rows = []
+    for label, run, name, tau in plans:
         at_tau = dataclasses.replace(cfg, tau=tau)
-        rows.append(decode(label, generate, decoder, model, tokenizer, problems, at_tau, args, rows[0]))
+        model, tokenizer = load(name, at_tau, getattr(torch, cfg.dtype))
+        problems = read_problems(tokenizer, args, at_tau)
+        longest = max(prompt_ids.shape[1] for prompt_ids, *_ in problems)
+        decoder = Decoder(model.to(cfg.device), longest + cfg.max_new_tokens + cfg.block_size)
+        rows.append(decode(label, run, decoder, model, tokenizer, problems, at_tau, args, *rows[:1]))
     return rows
 
 
@@ -806,14 +828,11 @@ def main(argv=None):
     try:
         args, cfg = parse(argv)
         if args.train:
-            train(args, cfg, start(args, cfg))
+            train(args, cfg, args.resume)
         if args.generate and RANK == 0:
             report(compare(args, cfg), cfg)
     except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
         return failed(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 

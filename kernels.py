@@ -1,12 +1,5 @@
 """The fast path under all five scripts: fused attention, its KV cache, the replay of a decode forward.
 
-attention      one call for training and decoding. A BlockMask (CUDA training) goes to one compiled
-               flex_attention, a dense boolean mask to PyTorch's SDPA. Where flex refuses, the same predicate
-               is made dense, said once on stderr.
-KVCache        preallocated keys and values with a count of committed entries; the rest is scratch.
-GraphReplay    one captured CUDA graph per (query length, key length) bucket; elsewhere it just calls the
-               function.
-
 Shapes: B batch, T queries of this forward, S keys seen, H query heads, G key/value heads, D head dim.
 """
 
@@ -23,8 +16,7 @@ from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 if __name__ == "kernels":  # transformers imports a package of this name where it is installed
-    here = Path(__file__).resolve().parent
-    elsewhere = [place for place in sys.path if Path(place).resolve() != here]
+    elsewhere = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
     spec = importlib.machinery.PathFinder.find_spec("kernels", elsewhere)
     if spec and spec.submodule_search_locations:  # a package, not another copy of this file
         sys.modules["kernels"] = importlib.util.module_from_spec(spec)
@@ -34,22 +26,15 @@ torch._dynamo.config.recompile_limit = 256  # one entry per bucket; past the lim
 torch.backends.cuda.enable_cudnn_sdp(False)  # one plan a shape, and wrong results with masks in some versions
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
 COMPILER_ERRORS = (TorchDynamoException, InductorError, NotImplementedError)
-_said = set()
-
-
-def say_once(text):
-    """Print a line on stderr, once a process."""
-    if text not in _said:
-        _said.add(text)
-        print(text, file=sys.stderr)
+_refused = set()
 
 
 def refused(what, error=None, instead=""):
     """Whether `what` was refused in this process; with an error: from now on, said once on stderr."""
-    if error is not None:
-        say_once(f"{what} refused ({type(error).__name__}): {instead}")
-        _said.add(what)
-    return what in _said
+    if error is not None and what not in _refused:
+        _refused.add(what)
+        print(f"{what} refused ({type(error).__name__}): {instead}", file=sys.stderr)
+    return what in _refused
 
 
 def dense(mask_mod, B, T, S, device="cpu"):
@@ -60,48 +45,63 @@ def dense(mask_mod, B, T, S, device="cpu"):
     return torch.as_tensor(mask_mod(b, 0, q_idx, kv_idx), device=device).expand(B, 1, T, S)
 
 
+def layer_mask(mask, R, dtype):
+    """A mask (B or 1, 1, T, S) bool in the form that all layers of a forward take; True = may attend.
+
+    Returns 0 or -inf (B or 1, 1, R, T, S), added to the scores of the R query heads, of this dtype, of a key
+    head; on CPU, where asking makes nothing wait, "causal" for a plainly causal mask. Raises TypeError for a
+    mask of another dtype: 0/1 numbers would be added to the scores, silently wrong.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attention takes a boolean mask or a BlockMask, not {mask.dtype}")
+    is_square = mask.shape[2] == mask.shape[3]
+    if is_square and mask.device.type == "cpu" and torch.equal(mask, torch.ones_like(mask).tril()):
+        return "causal"
+    bias = torch.where(mask, 0.0, -torch.inf).to(dtype)
+    bias = bias[:, :, None].expand(-1, -1, R, -1, -1).contiguous()
+    torch._dynamo.maybe_mark_dynamic(bias, 4)  # one compilation for all S
+    return bias
+
+
 def attention(q_BHTD, k_BGSD, v_BGSD, mask=None):
-    """softmax(q k^T / sqrt(D)) v with grouped query heads; keys and values are never expanded to H heads.
+    """softmax(q k^T / sqrt(D)) v with grouped query heads; keys and values are never copied to H heads.
 
     q (B, H, T, D), k and v (B, G, S, D), H a multiple of G: query heads g*H/G .. (g+1)*H/G-1 read key head g.
-    mask: None (all see all), bool (B or 1, 1, T, S) with True = may attend, or a BlockMask.
-    Returns (B, H, T, D). A row without a visible key gives zeros, and finite gradients.
-    Raises TypeError for a mask of another dtype: 0/1 numbers would be added to the scores, silently wrong.
+    mask: None (all see all), bool (B or 1, 1, T, S), what `layer_mask` makes of it, or a BlockMask, which is
+    made dense where flex refuses it. Returns (B, H, T, D), zeros for a row without a visible key.
     """
     B, H, T, D = q_BHTD.shape
     G, S = k_BGSD.shape[1:3]
+    R = H // G
     if isinstance(mask, BlockMask):
         if q_BHTD.is_cuda and not refused("flex_attention"):
             try:
                 return _compiled_flex(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=H != G)
             except COMPILER_ERRORS as error:  # some head sizes in some versions; a full memory is no refusal
                 refused("flex_attention", error, "SDPA with the same predicate made dense")
-        batch = mask.kv_num_blocks.shape[0]
-        mask = dense(mask.mask_mod, batch, T, S, q_BHTD.device)
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"attention takes a boolean mask or a BlockMask, not {mask.dtype}")
-    R = H // G
+        mask = dense(mask.mask_mod, mask.kv_num_blocks.shape[0], T, S, q_BHTD.device)
+    if torch.is_tensor(mask) and mask.dim() == 4:
+        mask = layer_mask(mask, R, q_BHTD.dtype)
+    if isinstance(mask, str):  # SDPA skips the keys after a query, where one head has T queries and not R T
+        q = q_BHTD.reshape(B * G, R, T, D)
+        k = k_BGSD.reshape(B * G, 1, S, D).expand(-1, R, -1, -1)
+        v = v_BGSD.reshape(B * G, 1, S, D).expand(-1, R, -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).reshape(B, H, T, D)
     q_BGRTD = q_BHTD.reshape(B, G, R * T, D)  # the R query heads of one key head side by side
-    if mask is not None:
-        mask = mask[:, :, None].expand(-1, 1, R, T, S).reshape(-1, 1, R * T, S)
-    return F.scaled_dot_product_attention(q_BGRTD, k_BGSD, v_BGSD, attn_mask=mask).reshape(B, H, T, D)
+    bias = None if mask is None else mask.flatten(2, 3)
+    return F.scaled_dot_product_attention(q_BGRTD, k_BGSD, v_BGSD, attn_mask=bias).reshape(B, H, T, D)
 
 
 class KVCache:
     """Keys (already rotated) and values of every layer, preallocated, with a count of committed entries.
 
-    A forward writes its keys and values at chosen places after the committed part (scratch) and attends to
-    both. What follows decides what stays: `commit(n)` keeps the first n entries of the scratch. All else is
-    overwritten by the next forward: there is nothing to roll back. The tensors never move, so that a captured
-    graph can read them.
-
-    num_layers, batch B, G, D ints; max_len: entries per row. layers[i] = (keys, values), each (B, G, room,
-    D): entry max_len takes what padding queries write, and the padded keys of a graph never reach the end.
+    A forward writes after the committed part (scratch) and attends to both; `commit(n)` keeps the first n
+    entries of the scratch, the next forward overwrites the rest. layers[i] = (keys, values), each (B, G,
+    room, D): entry max_len takes what padding queries write; the padded keys of a graph never reach the end.
     """
 
     def __init__(self, num_layers, batch, kv_heads, max_len, head_dim, device, dtype):
-        room = (max_len // GraphReplay.KEY + 2) * GraphReplay.KEY
-        shape = (batch, kv_heads, room, head_dim)
+        shape = (batch, kv_heads, (max_len // GraphReplay.KEY + 2) * GraphReplay.KEY, head_dim)
         zeros = dict(device=device, dtype=dtype)
         self.layers = [(torch.zeros(shape, **zeros), torch.zeros(shape, **zeros)) for _ in range(num_layers)]
         self.max_len = max_len
@@ -133,13 +133,10 @@ class KVCache:
 class GraphReplay:
     """Calls `forward(input_ids, position_ids, attn_mask, write_idx)`, on CUDA as a captured graph.
 
-    input_ids (B, T) int64, or embeddings (B, T, width); position_ids (B, T) int64; attn_mask (B or 1, 1, T,
-    S) bool; write_idx (T,) int64, places in the cache. They may lie on the CPU, where decoding keeps its
-    state. T is padded to a bucket of QUERY and S to a multiple of KEY: padding queries write to the spare
-    entry `trash_idx` and are cut from the result; nobody sees padding keys. Longer queries run without a
-    graph. Returns (B, T, width), valid until the next call. All graphs share one stream and one memory pool,
-    since the workspace of cuBLAS is freed with its stream. forward comes with each call: no reference cycle
-    keeps the graphs of a Decoder alive.
+    Inputs as common.Decoder takes them. T is padded to a bucket of QUERY, S to a multiple of KEY: padding
+    queries write to the spare entry `trash_idx` and are cut from the result; nobody sees padding keys. Longer
+    queries run without a graph. Returns (B, T, width), valid until the next call. One stream and memory pool
+    for all graphs: cuBLAS's workspace is freed with its stream. No reference cycle: forward is not kept.
     """
 
     QUERY, KEY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024), 256
@@ -176,9 +173,8 @@ class GraphReplay:
         places[:T].copy_(write_idx, non_blocking=True)
         places[T:] = self.trash_idx
         if graph is None:
-            hidden = forward(*static)
-        else:
-            graph.replay()
+            return forward(*static)[:, :T]
+        graph.replay()
         return hidden[:, :T]
 
     def _prepare(self, forward, bucket, dtype):
@@ -187,7 +183,6 @@ class GraphReplay:
         ids = torch.zeros(B, T, *width, dtype=dtype, device=self.device)
         positions = torch.zeros(B, T, dtype=torch.int64, device=self.device)
         mask = torch.ones(B, 1, T, S, dtype=torch.bool, device=self.device)
-        torch._dynamo.maybe_mark_dynamic(mask, 3)  # one compilation for all S
         static = ids, positions, mask, torch.full((T,), self.trash_idx, device=self.device)
         if not self.capture:
             return static, None, None

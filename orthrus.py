@@ -19,10 +19,12 @@ Run           python orthrus.py --train --generate            (tests/tiny, CPU)
 """
 
 import argparse
+import atexit
 import collections
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import inspect
 import json
 import math
@@ -39,11 +41,10 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -88,10 +89,11 @@ class Config:
     mask_id: int | None = None
     eos_id: int | list | None = None  # of a list each ends a text
     vocab_len: int | None = None  # rows of the head from here on are no tokens
+    text_len: int | None = None  # most positions of the model
     # Orthrus
     block_size: int = 32  # K, the anchor included [Table 4]
     anchors: int = 256  # M, blocks a training row [§4]
-    packing: bool = True  # [code] conversations end to end, cut into rows of max_len; else one a row
+    packing: bool = True  # [App. A] conversations end to end, cut into rows of max_len; else one a row
     objective: Literal["kl", "ce"] = "kl"  # [§3.2]; ce: learn the text, not the AR view's distribution [code]
     top_k: int = 20  # [code] of drafts and text, 0: off; of no effect at temperature 0, as top_p
     top_p: float = 0.8  # [code]
@@ -112,62 +114,59 @@ TEMPLATE = {"enable_thinking": False}  # arguments of the chat template  [code]
 def pack_rows(rows, cfg):
     """Training rows, each (2, n) int64: token ids, and 1 where the token is of an answer, its EOS included.
 
-    packing: conversations end to end, cut into rows of max_len, the rest dropped [code]. Else one a row, with
-    so much EOS after it that every answer token but the last may be an anchor [ours].
+    packing: conversations end to end, cut into rows of max_len, the rest dropped [App. A]. Else one a row.
     """
-    pad = 0 if cfg.packing else cfg.block_size - 2
     packed = []
     for row in rows:
-        ids = row["prompt_ids"] + row["answer_ids"] + [cfg.eos_id] * pad
-        is_answer = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"]) + [0] * pad
-        packed.append(torch.tensor([ids, is_answer]))
+        is_answer = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"])
+        packed.append(torch.tensor([row["prompt_ids"] + row["answer_ids"], is_answer]))
     if cfg.packing:
         text = torch.cat(packed, dim=1)
         T = min(cfg.max_len, text.shape[1])
-        if T <= cfg.block_size:
-            raise ValueError(f"rows of {T} tokens have no room for a block of {cfg.block_size}")
         packed = text[:, : text.shape[1] // T * T].split(T, dim=1)
     return packed
 
 
 def draw_noise(batch, cfg, generator):
-    """Where the blocks of each row are anchored: answer tokens, uniform, without replacement.  [§3.2]
+    """The M anchors of each row of pack_rows: answer tokens, uniform, without replacement.  [§3.2]
 
-    batch: rows of pack_rows. Returns a list of dicts: anchors, M positions, each block inside the row;
-    anchor_valid, M bools, False for what fills a row of fewer candidates up.
+    In packed rows a block lies inside the row [code]; a conversation alone in its row may have blocks that
+    reach beyond its end [ours], where nothing is learnt. Returns {"anchors": (B, M) int64, ascending;
+    "is_valid": (B, M) bool, False for what fills up a row of fewer}.
     """
-    draws = []
-    for row in batch:
-        last = max(row.shape[1] - cfg.block_size, 0)
+    anchors = torch.zeros(len(batch), cfg.anchors, dtype=torch.int64)
+    is_valid = torch.zeros(len(batch), cfg.anchors, dtype=torch.bool)
+    for r, row in enumerate(batch):
+        last = max(row.shape[1] - (cfg.block_size if cfg.packing else 2), 0)
         candidates = row[1, 1 : last + 1].nonzero()[:, 0] + 1
         picks = torch.randperm(len(candidates), generator=generator)[: cfg.anchors]
-        valid = [True] * len(picks) + [False] * (cfg.anchors - len(picks))
-        anchors = candidates[picks].sort().values.tolist()
-        draws.append(dict(anchors=anchors + [0] * (cfg.anchors - len(picks)), anchor_valid=valid))
-    return draws
+        anchors[r, : len(picks)] = candidates[picks].sort().values
+        is_valid[r, : len(picks)] = True
+    return {"anchors": anchors, "is_valid": is_valid}
 
 
 def make_training_inputs(batch, draws, cfg):
     """Clean rows for the AR view, and M blocks a row for the diffusion view.  [§3.2]
 
-        input_ids     (B, T)       the row; padding on the right
-        anchors       (B, M)       a: a block sees the clean row strictly before its anchor
-        block_ids     (B, M, K)    x[a]    <mask>  <mask>  ...
-        position_ids  (B, M, K)    a       a+1     a+2     ...
-        labels        (B, M, K-1)  x[a+1]  x[a+2]  ...    shifted: a row predicts the token after its own, the
-                                                          last mask of a block predicts nothing  [code]
-        weights       (B, M, K-1)  1 / (rows of the whole batch that count); 0 where the target is no answer
-                                   token or the anchor not valid. The loss is sum(weights * row losses)
+        input_ids     (B, T)       the clean row, padded, so that all blocks find their labels
+        anchors       (B, M)       a: its block sees the clean row strictly before a
+        block_ids     (B, M, K)    x[a]    <mask>  <mask>  ...  <mask>
+        position_ids  (B, M, K)    a       a+1     a+2     ...  a+K-1
+        labels        (B, M, K-1)  x[a+1]  x[a+2]  ...          shifted: a row predicts the token after its
+                                                                own, the last mask nothing [code]
+        weights       (B, M, K-1)  1 / (rows of the batch that count), 0 where the label is no answer token or
+                                   the anchor not valid
+
+    The loss is sum(weights * losses of the rows).
     """
     K = cfg.block_size
-    T = padded_len(max(K, *(row.shape[1] for row in batch)), cfg.device)
+    T = padded_len(max(row.shape[1] for row in batch) + K - 2, cfg.device)
     input_ids, is_answer = torch.stack([F.pad(row, (0, T - row.shape[1])) for row in batch], dim=1)
-    anchors = torch.tensor([draw["anchors"] for draw in draws])
-    valid = torch.tensor([draw["anchor_valid"] for draw in draws])
+    anchors = draws["anchors"]
     position_ids = anchors[..., None] + torch.arange(K)  # (B, M, K)
     block_ids = F.pad(input_ids.gather(1, anchors)[..., None], (0, K - 1), value=cfg.mask_id)
     targets = (torch.arange(len(batch))[:, None, None], position_ids[..., 1:])
-    counts = valid[..., None] & is_answer[targets].bool()
+    counts = draws["is_valid"][..., None] & is_answer[targets].bool()
     return dict(input_ids=input_ids, anchors=anchors, block_ids=block_ids, position_ids=position_ids,
                 labels=input_ids[targets], weights=counts / counts.sum().clamp(min=1))  # fmt: skip
 
@@ -175,7 +174,7 @@ def make_training_inputs(batch, draws, cfg):
 def both_views(model, inputs, cfg):
     """Hidden states of the AR view (B, T, width), no gradient, and of the diffusion view (B, M, K, width).
 
-    One AR pass over the clean rows is the context of the blocks and their teacher.  [§3.2, Fig. 2(a)]
+    One AR pass over the clean rows is the context of all blocks, and their teacher.  [§3.2, Fig. 2(a)]
     """
     B, T = inputs["input_ids"].shape
     M, K = inputs["block_ids"].shape[1:]
@@ -194,33 +193,29 @@ def both_views(model, inputs, cfg):
     return ar_hidden, hidden.view(B, M, K, -1)
 
 
-def row_losses(model, student, teacher, labels, objective):
-    """Loss of each row, (n,) float32. student, teacher (n, width) hidden states, labels (n,) int64.  [§3.2]
+def training_loss(model, inputs, cfg):
+    """Mean loss of the rows that count, 0 where none does: forward KL, AR view to diffusion view.  [§3.2]
 
         kl:  sum_v p_AR(v) (log p_AR(v) - log p_diff(v)), temperature 1, the whole vocabulary
-        ce:  -log p_diff(label)
+        ce:  -log p_diff(label)  [code]
+
+    The teacher of row i of a block is the AR view at the same position a+i: both predict the token at a+i+1.
+    Returns (loss, {"rows": (n,) float32}): of each row that counts.
     """
-    log_q = model.lm_head(student).float().log_softmax(-1)
-    if objective == "ce":
-        return F.nll_loss(log_q, labels, reduction="none")
-    with torch.no_grad():
-        log_p = model.lm_head(teacher).float().log_softmax(-1)
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
+    def row_losses(student, teacher, labels):  # (n, width), (n, width), (n,) -> (n,)
+        log_q = model.lm_head(student).float().log_softmax(-1)
+        if cfg.objective == "ce":
+            return F.nll_loss(log_q, labels, reduction="none")
+        with torch.no_grad():
+            log_p = model.lm_head(teacher).float().log_softmax(-1)
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
-def training_loss(model, inputs, cfg):
-    """Mean loss of the rows of the blocks that count. Returns (loss, logs); where none counts, the loss is 0.
-
-    Teacher of row i of a block is the AR view at the same position a+i: both predict the token at a+i+1.
-    """
     ar_hidden, hidden = both_views(model, inputs, cfg)
-    weights = inputs["weights"]
-    b, m, i = weights.nonzero(as_tuple=True)
+    b, m, i = inputs["weights"].nonzero(as_tuple=True)
     teacher = ar_hidden[b, inputs["position_ids"][b, m, i]]
-    losses = by_chunks(lambda *rows: row_losses(model, *rows, cfg.objective),
-                       hidden[b, m, i], teacher, inputs["labels"][b, m, i])  # fmt: skip
-    loss = (weights[b, m, i] * losses).sum()
-    return loss, {cfg.objective: loss.detach()}
+    rows = by_chunks(row_losses, hidden[b, m, i], teacher, inputs["labels"][b, m, i])
+    return (inputs["weights"][b, m, i] * rows).sum(), {"rows": rows.detach()}
 
 
 # --------------------------------------------------------------------------------------------------- decoding
@@ -252,25 +247,28 @@ def sampling_probs(logits, cfg):
 
 
 def propose(logits, cfg, generator):
-    """Tokens, each drawn on its own [Eq. 3], and their distributions. (n, V) -> (n,) on the CPU, (n, V)
+    """Drafts, each drawn on its own [Eq. 3], and their distributions q. (n, V) -> (n,) on the CPU, (n, V)
 
     At temperature 0 the argmax, and None.
     """
-    if cfg.temperature > 0:
-        probs = sampling_probs(logits, cfg)
-        u = torch.rand(len(probs), generator=generator, dtype=torch.float64)
-        return draw_token(probs, u).cpu(), probs
-    return logits.argmax(-1).cpu(), None
+    if cfg.temperature == 0:
+        return logits.argmax(-1).cpu(), None
+    probs = sampling_probs(logits, cfg)
+    u = torch.rand(len(probs), generator=generator, dtype=torch.float64)
+    return draw_token(probs, u).cpu(), probs
 
 
 def accept(draft_ids, draft_probs, logits, cfg, generator):
-    """How many drafts the AR view keeps, and its own next token. Exact for any drafts.  [§3.3]
+    """How many drafts the AR view keeps, and its own next token; exact for any drafts.  [§3.3, consensus]
 
-    draft_ids (n,), draft_probs of propose; logits (n+1, V) of AR rows. Returns (accepted_len, next_id (1,)
-    on the CPU). Greedy: the longest prefix that equals the argmax. Else draft d is kept with probability
-    min(1, p(d) / q(d)); the next token is drawn from max(p - q, 0) if one is rejected, else from p.
+    draft_ids (n,), draft_probs q of propose; logits (n+1, V): AR row i verifies draft i, the last row goes
+    beyond them. Returns (accepted_len, next_id (1,) on the CPU). Greedy: the longest prefix that equals the
+    argmax. Else draft d is kept with probability min(1, p(d) / q(d)); the next token is drawn from max(p - q,
+    0) where one is rejected, else from p. Raises ValueError for another number of rows.
     """
     n = len(draft_ids)
+    if len(logits) != n + 1:
+        raise ValueError(f"{n} drafts are verified by {n + 1} rows of logits, not {len(logits)}")
     if draft_probs is None:
         verify_ids = logits.argmax(-1).cpu()
         accepted_len = (draft_ids == verify_ids[:n]).cumprod(0).sum().item()
@@ -279,13 +277,12 @@ def accept(draft_ids, draft_probs, logits, cfg, generator):
     draft_idx = draft_ids.to(logits.device, non_blocking=True)[:, None]
     p = verify_probs[:n].gather(-1, draft_idx)[:, 0]
     q = draft_probs.gather(-1, draft_idx)[:, 0]
-    u = torch.rand(n, generator=generator, dtype=torch.float64)
-    u = u.to(logits.device, non_blocking=True)
-    accepted_len = (u * q < p).cumprod(0).sum()  # on the device: nothing waits for it yet
-    residual = (verify_probs[:n] - draft_probs).clamp(min=0)
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs[:n])  # all 0: rounding
-    next_probs = torch.cat([residual, verify_probs[n:]])[accepted_len[None]]
-    next_id = draw_token(next_probs, torch.rand(1, generator=generator, dtype=torch.float64))
+    u = torch.rand(n, generator=generator, dtype=torch.float64).to(logits.device, non_blocking=True)
+    accepted_len = (u * q < p).cumprod(0).sum()  # nothing waits for the device before the return
+    residual = (verify_probs - F.pad(draft_probs, (0, 0, 0, 1))).clamp(min=0)  # beyond the drafts q is 0
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, verify_probs)  # all 0: rounding
+    u = torch.rand(1, generator=generator, dtype=torch.float64)
+    next_id = draw_token(residual[accepted_len[None]], u)
     return accepted_len.item(), next_id.cpu()
 
 
@@ -308,8 +305,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     prompt_ids (1, P) int64; the state of the loop lies on the CPU. Of cfg: max_new_tokens, block_size,
     temperature, top_k, top_p, merged, mask_id, eos_id, vocab_len. decoder: of make_views. Returns (seq_ids
     (1, P+R), record): the text of plain AR, a first EOS its last token; forwards, rounds, fixed_round (R,),
-    rejected (round, index, token id), cycles (per round: anchor_pos, draft_ids, accepted_len). Round 0 is the
-    prefill: no draft, the first token. Raises ValueError for a batch or an empty prompt.
+    rejected (round, index, token id), accepted: drafts kept by each round [Fig. 4]. Round 0 is the prefill:
+    no draft, the first token. Raises ValueError for a batch or an empty prompt.
     """
     P = prompt_ids.shape[1]
     if prompt_ids.shape[0] != 1 or P == 0:
@@ -319,49 +316,47 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         view.reset()
     kv_cache = views.ar.kv_cache
     seq_ids = prompt_ids[0].cpu()
-    fixed_round, rejected, cycles = [], [], []
+    fixed_round, rejected, accepted = [], [], []
     draft_logits = torch.empty(0, 1, device=prompt_ids.device)  # nothing is drafted before the prefill
     ended = False
-
     while not ended:  # seq_ids is x_0 .. x_a; the cache holds 0 .. a-1, all but the anchor x_a
         a = len(seq_ids) - 1
         start = kv_cache.cache_len
         first = a - start  # row of the anchor in the AR view's forward: 0, in round 0 the prompt's last
-        room = P + cfg.max_new_tokens - len(seq_ids)
-        # propose: the diffusion view over [x_a, masks], all see all, nothing is committed [Fig. 2(b), Step 1]
+        room = P + cfg.max_new_tokens - len(seq_ids)  # tokens that may still be written
+        # propose: the diffusion view over [x_a, masks], all see all; nothing is committed [Fig. 2(b), Step 1]
         if draft_logits is None:
             block_ids = F.pad(seq_ids[a:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)
             hidden = forward(views.diffusion, block_ids, full())
             draft_logits = model.lm_head(hidden[:-1])[:, : cfg.vocab_len]  # row i predicts x_{a+i+1} [code]
         draft_logits = draft_logits[:room]
         draft_ids, draft_probs = propose(draft_logits, cfg, generator)
-        # score: the AR view over [x_a, drafts], at first over the prompt [§3.3]
+        # score: the AR view over [x_a, drafts], in round 0 over the prompt [§3.3]
         ar_ids = torch.cat([seq_ids[start:], draft_ids])
+        groups = {}
         if cfg.merged:
             group_idx = first + likeliest_lengths(draft_logits, cfg.merged)
             hidden, groups = verify_and_draft(views, ar_ids, group_idx, cfg)
         else:
             hidden = forward(views.ar, ar_ids, causal(start))
-            groups = {}
         logits = model.lm_head(hidden[first : len(ar_ids)])[:, : cfg.vocab_len]
-        # select: the drafts that the AR view keeps, and its own token, which is the next anchor
+        # select: the drafts that the AR view keeps, and its own token, which is the next anchor [§3.3]
         accepted_len, next_id = accept(draft_ids, draft_probs, logits, cfg, generator)
         new_ids = torch.cat([draft_ids[:accepted_len], next_id])[:room]
         ends = is_eos(new_ids, cfg.eos_id).nonzero()[:1, 0].tolist()
         new_ids = new_ids[: ends[0] + 1 if ends else None]
         # commit: the AR keys and values of the anchor and of the kept drafts [Fig. 2(b), Step 2]
         kv_cache.commit(first + accepted_len + 1)
-        group = groups.get(first + accepted_len)  # hidden states that draft what follows next_id
+        group = groups.get(first + accepted_len)  # merged: hidden states that draft what follows next_id
         draft_logits = None if group is None else model.lm_head(group)[:, : cfg.vocab_len]
         ended = bool(ends) or len(new_ids) == room
+        lost = enumerate(draft_ids[accepted_len:].tolist(), len(seq_ids) - P + accepted_len)
+        rejected += [(len(accepted), index, token_id) for index, token_id in lost]
+        fixed_round += [len(accepted)] * len(new_ids)
+        accepted.append(accepted_len)
         seq_ids = torch.cat([seq_ids, new_ids])
-        lost = enumerate(draft_ids[accepted_len:].tolist(), a + 1 + accepted_len - P)
-        rejected += [(len(cycles), index, token_id) for index, token_id in lost]
-        fixed_round += [len(cycles)] * len(new_ids)
-        cycles.append(dict(anchor_pos=a, draft_ids=draft_ids.tolist(), accepted_len=accepted_len))
-    forwards = sum(view.forwards for view in views[:3])
-    record = dict(forwards=forwards, rounds=len(cycles), fixed_round=fixed_round, rejected=rejected)
-    record["cycles"] = cycles
+    record = dict(forwards=sum(view.forwards for view in views[:3]), rounds=len(accepted),
+                  fixed_round=fixed_round, rejected=rejected, accepted=accepted)  # fmt: skip
     return seq_ids[None].to(prompt_ids.device), record
 
 
@@ -392,10 +387,13 @@ def attach(model, tensors, dtype):
 
 
 def read_view(name):
-    """The `_diff` tensors of a folder or Hub id, among its weights [code] or in a file beside them, or {}."""
+    """The `_diff` tensors among the weights of a folder or Hub id, or {}: a plain AR model.  [code]"""
     folder = Path(cached_file(name, "config.json")).parent
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():  # in parts; other files there are none of the model's
+        names = {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()}
     tensors = {}
-    for path in [*folder.glob("model*.safetensors"), *folder.glob("diffusion.safetensors")]:
+    for path in [folder / name for name in names]:
         with safe_open(path, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys() if "_diff." in key}
     return tensors
@@ -458,35 +456,43 @@ def verify_and_draft(views, ar_ids, group_idx, cfg):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of shards: whole tensors, on rank 0 alone
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
 COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
 SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
                      temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-PAIRS = ("prompt/response", "question/answer", "query/response", "prompt/completion", "instruction/output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
+ANSWERED = ("response", "answer", "completion", "output")
 
 
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or one of PAIRS; `pattern`: a regular
-    expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
+    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.decode("utf-8-sig")) if line.strip() else {"messages": None}
+            row = json.loads(line.decode("utf-8-sig"))
             if "messages" not in row:
-                user, assistant = next(pair.split("/") for pair in PAIRS if row.keys() >= {*pair.split("/")})
-                row["messages"] = [dict(role="user", content=row[user])]
-                row["messages"] += [dict(role="assistant", content=row[assistant])]
-            if line.strip():
-                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
-                *prompt, answer = row["messages"]
-                rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
-        except Exception as error:
-            wanted = f"an object with {', '.join(PAIRS)} or messages that end with the assistant's"
-            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
+                asked = [row[name] for name in ASKED if row.get(name)]
+                answer = next(row[name] for name in ANSWERED if name in row)
+                turns = [dict(role="user", content="\n".join(asked)), dict(role="assistant", content=answer)]
+                row["messages"] = turns if asked else []
+            "".join(turn["role"] + turn["content"] for turn in row["messages"]).encode()  # no half characters
+            *prompt, last = row["messages"]
+            if last["role"] != "assistant" or not re.compile(row.get("pattern") or ""):
+                raise ValueError
+            rows.append((prompt, last["content"], row.get("pattern")))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number}: not UTF-8") from None
+        except Exception:
+            wanted = "one object a line with prompt/response, question/answer, query/response, "
+            wanted += "prompt/completion, instruction/output or messages that end with the assistant's, "
+            wanted += "and perhaps a pattern that is a regular expression"
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -499,21 +505,30 @@ def encode(tokenizer, messages, answer=""):
     Text stays text: the name of a special token in a message is never taken for the token.
     """
     plain = dict(add_special_tokens=False, split_special_tokens=True)
-    eos_id = tokenizer.eos_token_id
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        prompt_ids = prompt_ids[: -1 if prompt_ids[-1:] == [eos_id] else None]  # some tokenizers end texts
+    answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = []
+    if tokenizer.chat_template:
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        text = "".join(turn["content"] for turn in messages)
+        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+        try:
+            form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
+            text = tokenizer.apply_chat_template(marked, **form)
+        except Exception as error:
+            roles = ", ".join(turn["role"] for turn in messages)
+            raise ValueError(f"the chat template refuses turns of {roles}: {error}") from error
+        # names without the mark are the template's own: tokens
+        for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
+            how = dict(add_special_tokens=False, split_special_tokens=mark in part)
+            prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     else:
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-        messages = [m | {"content": re.sub(f"({names})", "\ue000\\1", m["content"])} for m in messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if "\ue000" not in text else []
-        for part in re.split(f"((?<!\ue000)(?:{names}))", text) if not prompt_ids else ():
-            part_ids = tokenizer(part.replace("\ue000", ""), **plain)["input_ids"]
-            prompt_ids += [special[part]] if part in special else part_ids  # the template's own, or text
-    return {"prompt_ids": prompt_ids, "answer_ids": tokenizer(answer, **plain)["input_ids"] + [eos_id]}
+        text = "\n".join(turn["content"] for turn in messages)
+        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        if prompt_ids[-1:] == answer_ids[-1:]:  # some tokenizers end every text
+            prompt_ids.pop()
+    return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
 
 def encode_rows(tokenizer, cfg):
@@ -528,33 +543,35 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, cfg.eos_id, cfg.vocab_len.
+    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
 
     A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
     """
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
-        if not encode(tokenizer, [{"role": "user", "content": "a"}])["prompt_ids"]:  # or its template fails
-            raise ValueError("its tokenizer has no tokens")
-        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1
-        given = [getattr(model.config, "mask_token_id", None), tokenizer.mask_token_id]
-        given += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        given += [cfg.vocab_len] if training else []
-        cfg.mask_id = model.config.mask_token_id = next((i for i in given if i is not None), None)
+        config = model.config
+        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
+        known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
+        known += [tokenizer.get_added_vocab().get(word) for word in MASKS] + [cfg.vocab_len] * training
+        cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
         cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == model.config.vocab_size:
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        rows = model.config.vocab_size
-        if cfg.eos_id in (None, cfg.mask_id) or max(cfg.eos_id, cfg.mask_id or 0, cfg.vocab_len - 1) >= rows:
-            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens do not fit an "
-                             f"embedding of {rows} rows, or are no tokens of their own")  # fmt: skip
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
+        if cfg.eos_id in (None, cfg.mask_id) or last >= config.vocab_size:
+            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of "
+                             f"their own in an embedding of {config.vocab_size}")  # fmt: skip
+        if not encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"]:  # or its template fails
+            raise ValueError("its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(model.config.eos_token_id) is list and not training:
-        cfg.eos_id = model.config.eos_token_id
+    if type(config.eos_token_id) is list and not training:
+        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.text_len = config.max_position_embeddings
+    cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return model, tokenizer
 
@@ -570,8 +587,8 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = get_model_state_dict(part, options=WHOLE)
-    moments = get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights = dcp.get_model_state_dict(part, options=WHOLE)
+    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
@@ -619,8 +636,8 @@ def shard(model, cfg):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
 
 
 @contextlib.contextmanager
@@ -645,11 +662,16 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    device = torch.device(cfg.device)
+    lock = open(Path(cfg.out, ".lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if RANK == 0 else fcntl.LOCK_UN)
+    except BlockingIOError:
+        raise ValueError(f"another run trains into {cfg.out}") from None
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
-    model.to(device).train()
+    model.to(cfg.device).train()
+    device = torch.device(cfg.device)
     trained = [p for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
@@ -657,7 +679,8 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
     parts = cfg.accumulation * WORLD
-    losses, total, clock = [], torch.zeros(2), time.time()
+    losses = []
+    clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
     with stop_signals() as stopped:
@@ -691,11 +714,25 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
             if total[1] or step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
                 save(part, tokenizer, optimizer, step + 1, cfg)
             if total[1]:
-                break
-    if total[1]:
-        print(f"{METHOD}.py: stopped and saved after {step + 1} steps; --resume goes on", file=sys.stderr)
-        sys.exit(128 + (stopped or [signal.SIGTERM])[0])
+                bar.close()
+                print(f"{METHOD}.py: saved after {step + 1} steps; --resume goes on", file=sys.stderr)
+                sys.exit(128 + (stopped or [signal.SIGTERM])[0])
     return losses
+
+
+def read_problems(tokenizer, args, cfg):
+    """What is decoded, --prompt or --test: a list of (prompt_ids (1, P), text, answer, pattern or None)."""
+    rows = [([dict(role="user", content=prompt)], None, None) for prompt in args.prompt]
+    problems = []
+    for messages, answer, pattern in rows or read_data(cfg.test)[: cfg.problems]:
+        ids = encode(tokenizer, messages)["prompt_ids"]
+        if not 0 < len(ids) <= cfg.text_len - cfg.max_new_tokens:
+            raise ValueError(f"prompt {len(problems) + 1} has {len(ids)} tokens and max_new_tokens is "
+                             f"{cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
+        if tokenizer.unk_token_id in ids:
+            print(f"prompt {len(problems) + 1} has words that the model does not know", file=sys.stderr)
+        problems.append((torch.tensor([ids], device=cfg.device), messages[-1]["content"], answer, pattern))
+    return problems
 
 
 def trim(ids, cfg):
@@ -716,100 +753,109 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode the problems one by one; prints the first texts and a line of figures. Returns the figures.
+    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
 
-    ar: what this function returned for plain AR. All ratios are of totals.
+    ar: what this function returned for plain AR.
     """
+    if cfg.mask_id is None and run is not generate_ar:
+        raise ValueError("the model has no mask token: it is no model of this method")
     generator = torch.Generator().manual_seed(cfg.seed)
-    outputs, right, forwards, seconds = [], 0, 0, 0.0
-    for number, (messages, answer, pattern) in enumerate(problems):
-        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
-        if prompt_ids.shape[1] == 0 or (cfg.mask_id is None and run is not generate_ar):
-            raise ValueError(f"prompt {number + 1} has no tokens, or the model has no mask token")
+    row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
+    outputs, seconds = [], 0.0
+    for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
         lap = time.time() - kernels.GraphReplay.setup_seconds - clock
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
-        right += answer is not None and is_right(text, answer, pattern)
-        forwards += record["forwards"]
+        row["right"] += answer is not None and is_right(text, answer, pattern)
+        row["new_tokens"] += len(outputs[-1])
+        row["forwards"] += record["forwards"]
         seconds += lap
-        if number < 4 or answer is None:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            rounds = common.trace(tokenizer, outputs[-1], record)
-            if args.trace and run is not generate_ar:
-                common.show_trace(rounds, lap)
-            if args.trace_svg and run is not generate_ar:
-                Path(args.trace_svg).write_text(common.trace_svg(rounds))
-                args.trace_svg = ""  # the first one alone
-    n = sum(map(len, outputs))
-    right = right if answer is not None else None
-    row = dict(label=label, problems=len(problems), right=right, new_tokens=n, forwards=forwards,
-               tokens_per_forward=round(n / forwards, 3), tok_s=round(n / seconds, 1))  # fmt: skip
+        if len(outputs) <= 4 or answer is None:
+            print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
+            if ar and args.trace:
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
+            if ar and args.trace_svg and len(outputs) == 1:
+                rounds = common.trace(tokenizer, outputs[-1], record)
+                Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
+    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
-    judged = "" if right is None else f"{right}/{len(problems)} right | "
-    print(f"{label}: {judged}new_tokens {n} | forwards {forwards} | "
-          f"tokens_per_forward {n / forwards:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']} x AR | "
-          f"{row['same_as_ar']} same as AR")  # fmt: skip
-    return row | {"outputs": outputs}
+    row["right"] = None if answer is None else row["right"]  # prompts have no answers
+    print(f"{label}: " + " | ".join(f"{name} {value}" for name, value in row.items() if value is not None))
+    return dict(label=label, **row, outputs=outputs)
 
 
 def parse(argv):
     """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
 
-    args.folder: what --generate decodes, the model that is named or else what --out holds.
+    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
+    save to go on from, or None.
     """
     logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
-    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(description=__doc__, **look)
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: sys.exit(failed(message))
     for flag in ("train", "generate", "resume", "trace"):
         parser.add_argument(f"--{flag}", action="store_true", default=False)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--trace-svg", metavar="FILE", default="")
     comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(Config), re.M))
-    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
-    for field in fields:
+    fields = {field.name: field for field in dataclasses.fields(Config) if field.default is not None}
+    for name, field in fields.items():
         kind = {"choices": get_args(field.type)} if get_args(field.type) else {"type": field.type}
         kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
-        parser.add_argument(f"--{field.name}", help=comments.get(field.name, "").replace("%", "%%"), **kind)
+        parser.add_argument(f"--{name}", help=comments.get(name, "").replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     "".join(args.prompt).encode()  # half a character is no text
-    if not args.train and not args.generate:
-        raise ValueError("nothing to do: say --train, --generate or both")
-    given = {field.name: getattr(args, field.name) for field in fields if field.name in args}
-    tiny = TINY if Path(given.get("model", Config.model)).resolve() == Path(Config.model) else {}
+    given = {name: value for name, value in vars(args).items() if name in fields}
     if "data" in given:  # rows of the user's own: no others are decoded
         given = {"test": "" if args.train else given["data"], **given}
-    args.folder = given.get("out", Config.out) if args.train or "model" not in given else given["model"]
-    source = given.get("model", Config.model) if args.train and not args.resume else str(newest(args.folder))
-    if source == args.folder == given.get("out", Config.out) and not Path(source, "config.json").exists():
-        raise ValueError(f"nothing is trained in {source}: --train first, or name a --model")
+    out = given.get("out", Config.out)
+    model = given.get("model", Config.model)
+    is_done = Path(newest(out), "config.json").exists()
+    from_out = args.resume if args.train else "model" not in given
+    if not args.train and not args.generate:
+        raise ValueError("nothing to do: say --train, --generate or both")
+    if from_out and not is_done:
+        raise ValueError(f"nothing is trained in {out}: --train first, or name a --model")
+    if args.train and is_done and not args.resume:
+        raise ValueError(f"{out} holds a run: --resume it, or name another --out")
+    args.folder = out if args.train or from_out else model
+    args.resume = newest(out) if args.resume else None
+    source = str(newest(out if from_out else model))
     try:
         held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+        made_by = held["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    if held["method"] != METHOD:
-        raise ValueError(f"{source} was trained by {held['method']}.py")
-    for name in ("out", "device", "dtype"):  # of a machine, not of a model
-        held.pop(name, None)
-    held = {field.name: held[field.name] for field in fields if field.name in held}
+    if made_by != METHOD:
+        raise ValueError(f"{source} was trained by {made_by}.py")
     if not args.train:
         given["model"] = held.get("model", source)  # the base
-    cfg = Config(**(tiny | held | given))
+    here = ("out", "device", "dtype")  # of a machine, not of a model
+    held = {name: value for name, value in held.items() if name in fields and name not in here}
+    cfg = Config(**((TINY if Path(model).resolve() == Path(Config.model) else {}) | held | given))
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
         if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
             raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
     if args.generate and not args.prompt and not cfg.test:
         raise ValueError("--test FILE or --prompt TEXT must say what to decode")
+    if args.train and cfg.batch_size % (cfg.accumulation * WORLD):
+        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
     if WORLD > 1:
         on_gpu = cfg.device.startswith("cuda")
         cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
         if on_gpu:
             torch.cuda.set_device(cfg.device)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))  # saves are slow
+        atexit.register(dist.destroy_process_group)
     return args, cfg
 
 
@@ -818,20 +864,10 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)
     return 2
-
-
-def start(args, cfg):
-    """The folder of cfg.out that --resume goes on from, or None; a run that is there is not trained over."""
-    found = Path(newest(cfg.out), "config.json").exists()
-    if found and not args.resume:
-        raise ValueError(f"{cfg.out} holds a run: --resume it, or name another --out")
-    if args.resume and not found:
-        raise ValueError(f"nothing to resume in {cfg.out}")
-    if cfg.batch_size % (cfg.accumulation * WORLD):
-        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
-    return newest(cfg.out) if args.resume else None
 
 
 def report(rows, cfg):
@@ -855,16 +891,16 @@ def train(cfg, folder):
 def compare(args, cfg):
     """Decode the same prompts by plain AR, by Orthrus, and by its --merged form. Returns their figures."""
     dtype = getattr(torch, cfg.dtype)
-    problems = [([{"role": "user", "content": prompt}], None, None) for prompt in args.prompt]
-    problems = problems or read_data(cfg.test)[: cfg.problems]
     folder = newest(args.folder)
-    model, tokenizer = load(folder, cfg, dtype)
     view = read_view(folder)
     if not view:
         print("the diffusion view is untrained: the same text, few tokens per forward", file=sys.stderr)
+    base = load(cfg.baseline, cfg, dtype)[0] if cfg.baseline else None
+    model, tokenizer = load(folder, cfg, dtype)
     attach(model, view, dtype).to(cfg.device)
-    max_len = max(len(encode(tokenizer, row[0])["prompt_ids"]) for row in problems) + cfg.max_new_tokens
-    base = load(cfg.baseline, dataclasses.replace(cfg), dtype)[0].to(cfg.device) if cfg.baseline else model
+    base = (base or model).to(cfg.device)
+    problems = read_problems(tokenizer, args, cfg)
+    max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + cfg.max_new_tokens
     rows = [decode("plain AR", generate_ar, Decoder(base, max_len), base, tokenizer, problems, cfg, args)]
     for merged in sorted({0, cfg.merged}):
         one = dataclasses.replace(cfg, merged=merged)
@@ -879,14 +915,11 @@ def main(argv=None):
     try:
         args, cfg = parse(argv)
         if args.train:
-            train(cfg, start(args, cfg))
+            train(cfg, args.resume)
         if args.generate and RANK == 0:
             report(compare(args, cfg), cfg)
     except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
         return failed(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 

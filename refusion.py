@@ -19,8 +19,10 @@ Run           python refusion.py --train --generate            (tests/tiny, CPU)
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import fcntl
 import inspect
 import json
 import math
@@ -37,15 +39,10 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -54,20 +51,8 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 import common
-from common import (
-    Decoder,
-    build_mask,
-    causal,
-    completion_rows,
-    dense,
-    from_pretrained,
-    generate_ar,
-    is_eos,
-    kernels,
-    padded_len,
-    token_nll,
-    walk,
-)
+from common import Decoder, build_mask, causal, completion_rows, dense, from_pretrained, generate_ar, is_eos
+from common import kernels, padded_len, token_nll, walk
 
 METHOD = "refusion"
 HERE = Path(__file__).resolve().parent
@@ -102,6 +87,7 @@ class Config:
     mask_id: int | None = None
     eos_id: int | list | None = None  # of a list each ends a text
     vocab_len: int | None = None  # rows of the head from here on are no tokens
+    text_len: int | None = None  # most positions of the model
     # ReFusion
     slot_sizes: str = "4,8,16,32"  # [App. B.1] k in training: uniform, per row
     masking: Literal["bernoulli", "fixed"] = "bernoulli"  # [code]; fixed: floor(t K) slots [§4.3]
@@ -268,8 +254,7 @@ def good_drafts(logits, draft_ids, cfg):
     """Whether P(d(i,j) | all before it in the buffer) passes tau_token, strictly. -> (m, k) bool, on the CPU
 
     logits (m, k-1, V) of the rows before tokens 2..k of each slot, draft_ids (m, k). A slot's first token has
-    the
-    certainty that chose it.  [Eq. 7]
+    passed with the certainty that chose it.  [Eq. 7]
     """
     probs = logits[..., : cfg.vocab_len].float().softmax(-1)
     targets = draft_ids[:, 1:, None].to(logits.device, non_blocking=True)
@@ -293,8 +278,7 @@ def complete_rows(model, decoder, token_ids, good, position_ids, cfg):
 
     token_ids (m, k) drafts; good (m, k) bool, a prefix of each row; position_ids (m, k). The rows are packed
     in one sequence and leave their keys and values in scratch, row after row. Returns (tokens up to an EOS,
-    flat; row
-    of the EOS or None; iterations): rows after the EOS are dropped.  [App. A.3, Eq. 8 and 9]
+    flat; row of the EOS or None; iterations): rows after the EOS are dropped.  [App. A.3, Eq. 8 and 9]
     """
     k = token_ids.shape[1]
     token_ids = token_ids.clone()
@@ -436,35 +420,43 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of shards: whole tensors, on rank 0 alone
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
 COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
 SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
                      temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-PAIRS = ("prompt/response", "question/answer", "query/response", "prompt/completion", "instruction/output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
+ANSWERED = ("response", "answer", "completion", "output")
 
 
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or one of PAIRS; `pattern`: a regular
-    expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
+    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.decode("utf-8-sig")) if line.strip() else {"messages": None}
+            row = json.loads(line.decode("utf-8-sig"))
             if "messages" not in row:
-                user, assistant = next(pair.split("/") for pair in PAIRS if row.keys() >= {*pair.split("/")})
-                row["messages"] = [dict(role="user", content=row[user])]
-                row["messages"] += [dict(role="assistant", content=row[assistant])]
-            if line.strip():
-                "".join(m["role"] + m["content"] for m in row["messages"]).encode()  # no half characters
-                *prompt, answer = row["messages"]
-                rows.append((prompt, {"assistant": answer["content"]}[answer["role"]], row.get("pattern")))
-        except Exception as error:
-            wanted = f"an object with {', '.join(PAIRS)} or messages that end with the assistant's"
-            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
+                asked = [row[name] for name in ASKED if row.get(name)]
+                answer = next(row[name] for name in ANSWERED if name in row)
+                turns = [dict(role="user", content="\n".join(asked)), dict(role="assistant", content=answer)]
+                row["messages"] = turns if asked else []
+            "".join(turn["role"] + turn["content"] for turn in row["messages"]).encode()  # no half characters
+            *prompt, last = row["messages"]
+            if last["role"] != "assistant" or not re.compile(row.get("pattern") or ""):
+                raise ValueError
+            rows.append((prompt, last["content"], row.get("pattern")))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number}: not UTF-8") from None
+        except Exception:
+            wanted = "one object a line with prompt/response, question/answer, query/response, "
+            wanted += "prompt/completion, instruction/output or messages that end with the assistant's, "
+            wanted += "and perhaps a pattern that is a regular expression"
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -477,21 +469,30 @@ def encode(tokenizer, messages, answer=""):
     Text stays text: the name of a special token in a message is never taken for the token.
     """
     plain = dict(add_special_tokens=False, split_special_tokens=True)
-    eos_id = tokenizer.eos_token_id
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        prompt_ids = prompt_ids[: -1 if prompt_ids[-1:] == [eos_id] else None]  # some tokenizers end texts
+    answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = []
+    if tokenizer.chat_template:
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        text = "".join(turn["content"] for turn in messages)
+        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+        try:
+            form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
+            text = tokenizer.apply_chat_template(marked, **form)
+        except Exception as error:
+            roles = ", ".join(turn["role"] for turn in messages)
+            raise ValueError(f"the chat template refuses turns of {roles}: {error}") from error
+        # names without the mark are the template's own: tokens
+        for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
+            how = dict(add_special_tokens=False, split_special_tokens=mark in part)
+            prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     else:
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-        messages = [m | {"content": re.sub(f"({names})", "\ue000\\1", m["content"])} for m in messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if "\ue000" not in text else []
-        for part in re.split(f"((?<!\ue000)(?:{names}))", text) if not prompt_ids else ():
-            part_ids = tokenizer(part.replace("\ue000", ""), **plain)["input_ids"]
-            prompt_ids += [special[part]] if part in special else part_ids  # the template's own, or text
-    return {"prompt_ids": prompt_ids, "answer_ids": tokenizer(answer, **plain)["input_ids"] + [eos_id]}
+        text = "\n".join(turn["content"] for turn in messages)
+        prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        if prompt_ids[-1:] == answer_ids[-1:]:  # some tokenizers end every text
+            prompt_ids.pop()
+    return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
 
 def encode_rows(tokenizer, cfg):
@@ -506,33 +507,35 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, cfg.eos_id, cfg.vocab_len.
+    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
 
     A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
     """
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
-        if not encode(tokenizer, [{"role": "user", "content": "a"}])["prompt_ids"]:  # or its template fails
-            raise ValueError("its tokenizer has no tokens")
-        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1
-        given = [getattr(model.config, "mask_token_id", None), tokenizer.mask_token_id]
-        given += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        given += [cfg.vocab_len] if training else []
-        cfg.mask_id = model.config.mask_token_id = next((i for i in given if i is not None), None)
+        config = model.config
+        cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
+        known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
+        known += [tokenizer.get_added_vocab().get(word) for word in MASKS] + [cfg.vocab_len] * training
+        cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
         cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == model.config.vocab_size:
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        rows = model.config.vocab_size
-        if cfg.eos_id in (None, cfg.mask_id) or max(cfg.eos_id, cfg.mask_id or 0, cfg.vocab_len - 1) >= rows:
-            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens do not fit an "
-                             f"embedding of {rows} rows, or are no tokens of their own")  # fmt: skip
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
+        if cfg.eos_id in (None, cfg.mask_id) or last >= config.vocab_size:
+            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of "
+                             f"their own in an embedding of {config.vocab_size}")  # fmt: skip
+        if not encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"]:  # or its template fails
+            raise ValueError("its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(model.config.eos_token_id) is list and not training:
-        cfg.eos_id = model.config.eos_token_id
+    if type(config.eos_token_id) is list and not training:
+        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.text_len = config.max_position_embeddings
+    cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
     return model, tokenizer
 
@@ -548,8 +551,8 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = get_model_state_dict(part, options=WHOLE)
-    moments = get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights = dcp.get_model_state_dict(part, options=WHOLE)
+    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
@@ -597,8 +600,8 @@ def shard(model, cfg):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
 
 
 @contextlib.contextmanager
@@ -623,11 +626,16 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    device = torch.device(cfg.device)
+    lock = open(Path(cfg.out, ".lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if RANK == 0 else fcntl.LOCK_UN)
+    except BlockingIOError:
+        raise ValueError(f"another run trains into {cfg.out}") from None
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
-    model.to(device).train()
+    model.to(cfg.device).train()
+    device = torch.device(cfg.device)
     trained = [p for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
@@ -635,7 +643,8 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
     parts = cfg.accumulation * WORLD
-    losses, total, clock = [], torch.zeros(2), time.time()
+    losses = []
+    clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
     with stop_signals() as stopped:
@@ -669,11 +678,25 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
             if total[1] or step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
                 save(part, tokenizer, optimizer, step + 1, cfg)
             if total[1]:
-                break
-    if total[1]:
-        print(f"{METHOD}.py: stopped and saved after {step + 1} steps; --resume goes on", file=sys.stderr)
-        sys.exit(128 + (stopped or [signal.SIGTERM])[0])
+                bar.close()
+                print(f"{METHOD}.py: saved after {step + 1} steps; --resume goes on", file=sys.stderr)
+                sys.exit(128 + (stopped or [signal.SIGTERM])[0])
     return losses
+
+
+def read_problems(tokenizer, args, cfg):
+    """What is decoded, --prompt or --test: a list of (prompt_ids (1, P), text, answer, pattern or None)."""
+    rows = [([dict(role="user", content=prompt)], None, None) for prompt in args.prompt]
+    problems = []
+    for messages, answer, pattern in rows or read_data(cfg.test)[: cfg.problems]:
+        ids = encode(tokenizer, messages)["prompt_ids"]
+        if not 0 < len(ids) <= cfg.text_len - cfg.max_new_tokens:
+            raise ValueError(f"prompt {len(problems) + 1} has {len(ids)} tokens and max_new_tokens is "
+                             f"{cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
+        if tokenizer.unk_token_id in ids:
+            print(f"prompt {len(problems) + 1} has words that the model does not know", file=sys.stderr)
+        problems.append((torch.tensor([ids], device=cfg.device), messages[-1]["content"], answer, pattern))
+    return problems
 
 
 def trim(ids, cfg):
@@ -694,100 +717,109 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode the problems one by one; prints the first texts and a line of figures. Returns the figures.
+    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
 
-    ar: what this function returned for plain AR. All ratios are of totals.
+    ar: what this function returned for plain AR.
     """
+    if cfg.mask_id is None and run is not generate_ar:
+        raise ValueError("the model has no mask token: it is no model of this method")
     generator = torch.Generator().manual_seed(cfg.seed)
-    outputs, right, forwards, seconds = [], 0, 0, 0.0
-    for number, (messages, answer, pattern) in enumerate(problems):
-        prompt_ids = torch.tensor([encode(tokenizer, messages)["prompt_ids"]], device=cfg.device)
-        if prompt_ids.shape[1] == 0 or (cfg.mask_id is None and run is not generate_ar):
-            raise ValueError(f"prompt {number + 1} has no tokens, or the model has no mask token")
+    row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
+    outputs, seconds = [], 0.0
+    for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
         lap = time.time() - kernels.GraphReplay.setup_seconds - clock
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
-        right += answer is not None and is_right(text, answer, pattern)
-        forwards += record["forwards"]
+        row["right"] += answer is not None and is_right(text, answer, pattern)
+        row["new_tokens"] += len(outputs[-1])
+        row["forwards"] += record["forwards"]
         seconds += lap
-        if number < 4 or answer is None:
-            print(f"{messages[-1]['content']}\n  {label}: {text.strip()}", flush=True)
-            rounds = common.trace(tokenizer, outputs[-1], record)
-            if args.trace and run is not generate_ar:
-                common.show_trace(rounds, lap)
-            if args.trace_svg and run is not generate_ar:
-                Path(args.trace_svg).write_text(common.trace_svg(rounds))
-                args.trace_svg = ""  # the first one alone
-    n = sum(map(len, outputs))
-    right = right if answer is not None else None
-    row = dict(label=label, problems=len(problems), right=right, new_tokens=n, forwards=forwards,
-               tokens_per_forward=round(n / forwards, 3), tok_s=round(n / seconds, 1))  # fmt: skip
+        if len(outputs) <= 4 or answer is None:
+            print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
+            if ar and args.trace:
+                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
+            if ar and args.trace_svg and len(outputs) == 1:
+                rounds = common.trace(tokenizer, outputs[-1], record)
+                Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
+    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
-    judged = "" if right is None else f"{right}/{len(problems)} right | "
-    print(f"{label}: {judged}new_tokens {n} | forwards {forwards} | "
-          f"tokens_per_forward {n / forwards:.2f} | {row['tok_s']:,.1f} tok/s | {row['x_ar']} x AR | "
-          f"{row['same_as_ar']} same as AR")  # fmt: skip
-    return row | {"outputs": outputs}
+    row["right"] = None if answer is None else row["right"]  # prompts have no answers
+    print(f"{label}: " + " | ".join(f"{name} {value}" for name, value in row.items() if value is not None))
+    return dict(label=label, **row, outputs=outputs)
 
 
 def parse(argv):
     """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
 
-    args.folder: what --generate decodes, the model that is named or else what --out holds.
+    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
+    save to go on from, or None.
     """
     logging.set_verbosity_error()  # what is wrong is said in one line
+    logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
-    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(description=__doc__, **look)
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: sys.exit(failed(message))
     for flag in ("train", "generate", "resume", "trace"):
         parser.add_argument(f"--{flag}", action="store_true", default=False)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--trace-svg", metavar="FILE", default="")
     comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(Config), re.M))
-    fields = [field for field in dataclasses.fields(Config) if field.default is not None]
-    for field in fields:
+    fields = {field.name: field for field in dataclasses.fields(Config) if field.default is not None}
+    for name, field in fields.items():
         kind = {"choices": get_args(field.type)} if get_args(field.type) else {"type": field.type}
         kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
-        parser.add_argument(f"--{field.name}", help=comments.get(field.name, "").replace("%", "%%"), **kind)
+        parser.add_argument(f"--{name}", help=comments.get(name, "").replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     "".join(args.prompt).encode()  # half a character is no text
-    if not args.train and not args.generate:
-        raise ValueError("nothing to do: say --train, --generate or both")
-    given = {field.name: getattr(args, field.name) for field in fields if field.name in args}
-    tiny = TINY if Path(given.get("model", Config.model)).resolve() == Path(Config.model) else {}
+    given = {name: value for name, value in vars(args).items() if name in fields}
     if "data" in given:  # rows of the user's own: no others are decoded
         given = {"test": "" if args.train else given["data"], **given}
-    args.folder = given.get("out", Config.out) if args.train or "model" not in given else given["model"]
-    source = given.get("model", Config.model) if args.train and not args.resume else str(newest(args.folder))
-    if source == args.folder == given.get("out", Config.out) and not Path(source, "config.json").exists():
-        raise ValueError(f"nothing is trained in {source}: --train first, or name a --model")
+    out = given.get("out", Config.out)
+    model = given.get("model", Config.model)
+    is_done = Path(newest(out), "config.json").exists()
+    from_out = args.resume if args.train else "model" not in given
+    if not args.train and not args.generate:
+        raise ValueError("nothing to do: say --train, --generate or both")
+    if from_out and not is_done:
+        raise ValueError(f"nothing is trained in {out}: --train first, or name a --model")
+    if args.train and is_done and not args.resume:
+        raise ValueError(f"{out} holds a run: --resume it, or name another --out")
+    args.folder = out if args.train or from_out else model
+    args.resume = newest(out) if args.resume else None
+    source = str(newest(out if from_out else model))
     try:
         held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+        made_by = held["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    if held["method"] != METHOD:
-        raise ValueError(f"{source} was trained by {held['method']}.py")
-    for name in ("out", "device", "dtype"):  # of a machine, not of a model
-        held.pop(name, None)
-    held = {field.name: held[field.name] for field in fields if field.name in held}
+    if made_by != METHOD:
+        raise ValueError(f"{source} was trained by {made_by}.py")
     if not args.train:
         given["model"] = held.get("model", source)  # the base
-    cfg = Config(**(tiny | held | given))
+    here = ("out", "device", "dtype")  # of a machine, not of a model
+    held = {name: value for name, value in held.items() if name in fields and name not in here}
+    cfg = Config(**((TINY if Path(model).resolve() == Path(Config.model) else {}) | held | given))
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
         if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
             raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
     if args.generate and not args.prompt and not cfg.test:
         raise ValueError("--test FILE or --prompt TEXT must say what to decode")
+    if args.train and cfg.batch_size % (cfg.accumulation * WORLD):
+        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
     if WORLD > 1:
         on_gpu = cfg.device.startswith("cuda")
         cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
         if on_gpu:
             torch.cuda.set_device(cfg.device)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))  # saves are slow
+        atexit.register(dist.destroy_process_group)
     return args, cfg
 
 
@@ -796,20 +828,10 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)
     return 2
-
-
-def start(args, cfg):
-    """The folder of cfg.out that --resume goes on from, or None; a run that is there is not trained over."""
-    found = Path(newest(cfg.out), "config.json").exists()
-    if found and not args.resume:
-        raise ValueError(f"{cfg.out} holds a run: --resume it, or name another --out")
-    if args.resume and not found:
-        raise ValueError(f"nothing to resume in {cfg.out}")
-    if cfg.batch_size % (cfg.accumulation * WORLD):
-        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
-    return newest(cfg.out) if args.resume else None
 
 
 def report(rows, cfg):
@@ -829,16 +851,15 @@ def train(cfg, folder):
 
 def compare(args, cfg):
     """Decode the same prompts by plain AR and by ReFusion. Returns the figures of both."""
-    dtype = getattr(torch, cfg.dtype)
-    problems = [([{"role": "user", "content": prompt}], None, None) for prompt in args.prompt]
-    problems = problems or read_data(cfg.test)[: cfg.problems]
-    model, tokenizer = load(cfg.baseline or cfg.model, cfg, dtype)
-    max_len = max(len(encode(tokenizer, row[0])["prompt_ids"]) for row in problems) + cfg.max_new_tokens
-    decoder = Decoder(model.to(cfg.device), max_len + cfg.slot_size)
-    ar = decode("plain AR", generate_ar, decoder, model, tokenizer, problems, cfg, args)
-    model, tokenizer = load(newest(args.folder), cfg, dtype)
-    decoder = Decoder(model.to(cfg.device), max_len + cfg.slot_size)
-    return [ar, decode(METHOD, generate, decoder, model, tokenizer, problems, cfg, args, ar)]
+    rows = []
+    plans = [("plain AR", generate_ar, cfg.baseline or cfg.model), (METHOD, generate, newest(args.folder))]
+    for label, run, name in plans:
+        model, tokenizer = load(name, cfg, getattr(torch, cfg.dtype))
+        problems = read_problems(tokenizer, args, cfg)
+        max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + cfg.max_new_tokens + cfg.slot_size
+        decoder = Decoder(model.to(cfg.device), max_len)
+        rows.append(decode(label, run, decoder, model, tokenizer, problems, cfg, args, *rows))
+    return rows
 
 
 def main(argv=None):
@@ -846,14 +867,11 @@ def main(argv=None):
     try:
         args, cfg = parse(argv)
         if args.train:
-            train(cfg, start(args, cfg))
+            train(cfg, args.resume)
         if args.generate and RANK == 0:
             report(compare(args, cfg), cfg)
     except (ValueError, OSError, RuntimeError, MemoryError, SafetensorError) as error:
         return failed(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 

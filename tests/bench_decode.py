@@ -4,9 +4,9 @@
     python tests/bench_decode.py --shapes 0.6B --queries 1 8 --repeat 5
 
 A forward is embedding, layers, norm and head for `queries` tokens after a filled cache; random weights. Ours
-is what decoding runs: on CUDA compiled layers in a replayed graph. floor: bytes of the weights that a forward
-reads, over the copy bandwidth measured in the same run. Times are medians (smallest - largest); the first
-call, which compiles and captures, is timed apart. The last line of stdout is JSON.
+is what decoding runs: on CUDA compiled layers in a replayed graph. floor: bytes of weights and cache that a
+forward reads, over the copy bandwidth measured in the same run. Times are medians (smallest - largest); the
+first call, which compiles and captures, is timed apart. The last line of stdout is JSON.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,7 @@ def header(device):
         threads=torch.get_num_threads(),
         dtype="bfloat16" if cuda else "float32",
         torch=torch.__version__,
+        transformers=transformers.__version__,
         commit=commit,
     )
     print(", ".join(f"{key} {value}" for key, value in found.items()) + "\n")
@@ -115,11 +117,15 @@ def copy_bandwidth(device, repeat):
     return 2 * source.numel() / (milliseconds(lambda: target.copy_(source), device, repeat + 2)[0] * 1e-3)
 
 
-def weight_bytes(lm):
-    """What a forward reads: every parameter, but an untied embedding only by a few rows."""
-    untied = lm.lm_head.weight is not lm.model.embed_tokens.weight
-    return sum(p.numel() * p.element_size() for p in lm.parameters()
-               if not (untied and p is lm.model.embed_tokens.weight))  # fmt: skip
+def bytes_read(lm, S):
+    """What a forward reads with S tokens in the cache: all weights, but of an untied embedding a few rows."""
+    embedding = lm.model.embed_tokens.weight
+    weights = sum(p.numel() for p in lm.parameters())
+    if lm.lm_head.weight is not embedding:
+        weights -= embedding.numel()
+    config = lm.config
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * S
+    return (weights + cache) * embedding.element_size()
 
 
 @torch.no_grad()
@@ -127,8 +133,7 @@ def library_call(lm, ids, T):
     """The library's own forward of T tokens after a cache of ids (1, S), cut back after each call."""
     cache = DynamicCache(config=lm.config)
     name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # until 5.40
-    for part in ids.split(256, dim=1):
-        lm(input_ids=part, logits_to_keep=1, **{name: cache})
+    lm(input_ids=ids, logits_to_keep=1, **{name: cache})
 
     @torch.no_grad()
     def call():
@@ -143,12 +148,8 @@ def our_call(lm, ids, T):
     """Decoder and head on T tokens after a cache of ids (1, S)."""
     S = ids.shape[1]
     decoder = Decoder(lm, S + T)
-    for start in range(0, S, 256):
-        part = ids[:, start : start + 256]
-        n = part.shape[1]
-        positions = torch.arange(start, start + n)[None]
-        decoder(part, positions, dense(causal(start), 1, n, start + n), decoder.kv_cache.scratch_idx(n))
-        decoder.kv_cache.commit(n)
+    decoder(ids, torch.arange(S)[None], dense(causal(), 1, S, S), decoder.kv_cache.scratch_idx(S))
+    decoder.kv_cache.commit(S)
     positions = torch.arange(S, S + T)[None]
     mask = dense(causal(S), 1, T, S + T)
     write_idx = decoder.kv_cache.scratch_idx(T)
@@ -173,7 +174,7 @@ def main(argv=None):
     rows = []
     for shape in args.shapes:
         lm = build(shape, args.device, getattr(torch, head["dtype"]))
-        floor = 1e3 * weight_bytes(lm) / bandwidth
+        floor = 1e3 * bytes_read(lm, args.cache) / bandwidth
         ids = torch.randint(lm.config.vocab_size, (1, args.cache), device=args.device)
         for T in args.queries:
             times = {}

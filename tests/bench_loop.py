@@ -68,13 +68,11 @@ def main(argv=None):
         def decode(label, run, decoder, model, tokenizer, problems, cfg, command, ar=None):
             if args.shape:
                 cfg = dataclasses.replace(cfg, vocab_len=vocab_len(args.shape), eos_id=None)
-            prompts = [script.encode(tokenizer, messages)["prompt_ids"] for messages, _, _ in problems]
-            prompts = [torch.tensor([ids], device=args.device) for ids in prompts]
 
             def decode_all():
                 tokens = 0
                 forwards = 0
-                for ids in prompts:
+                for ids, *_ in problems:
                     seq_ids, record = run(model, ids, cfg, decoder, torch.Generator().manual_seed(0))
                     tokens += len(script.trim(seq_ids[0, ids.shape[1] :], cfg))
                     forwards += record["forwards"]

@@ -7,10 +7,12 @@ Random rows, a quarter of each the prompt; random weights in a Qwen3 shape, prep
 `train`. The library's side: its own forward with SDPA and a dense mask, and the logits of all rows at once.
 Where a step needs other projections than the library has (D2F's LoRA, Orthrus's second view), that walk is
 ours, uncompiled, with the dense mask. tokens/s counts tokens of the data, not their copies. Times are medians
-(smallest - largest), after a step apart; peak memory on CUDA. The last line of stdout is JSON.
+(smallest - largest), after a step apart; peak memory on CUDA; "-" where the library's side runs out of it.
+TFLOP/s count what `UsefulFlops` does. The last line of stdout is JSON.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -21,6 +23,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from bench_decode import SHAPES, build, header, milliseconds, parser, spread, table
+from torch.overrides import TorchFunctionMode
 
 import common
 from common import dense, own_projection, walk
@@ -106,13 +109,51 @@ def on_the_library(script):
         yield
 
 
+class UsefulFlops(TorchFunctionMode):
+    """Counts in `flops` the products of a loss, and those of the backward that will follow.
+
+    A product counts again for each side that wants a gradient; attention counts the pairs that the dense mask
+    allows, and 2.5 times as much backward. What is computed a second time in backward is not useful.
+    """
+
+    flops = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        wanted = [torch.is_grad_enabled() and x.requires_grad for x in args[:2] if torch.is_tensor(x)]
+        if func.__name__ in ("linear", "matmul", "__matmul__"):
+            self.flops += 2 * result.numel() * args[0].shape[-1] * (1 + sum(wanted))
+        if func.__name__ == "scaled_dot_product_attention":
+            T = args[0].shape[-2]
+            S = args[1].shape[-2]
+            mask = kwargs.get("attn_mask")
+            if mask is None:
+                mask = torch.ones(T, S, device=result.device).tril(0 if kwargs.get("is_causal") else S) > 0
+            allowed = mask if mask.dtype == torch.bool else mask == 0  # else -inf
+            pairs = allowed.expand(*result.shape[:-1], S).sum().item()
+            self.flops += 4 * pairs * result.shape[-1] * (3.5 if any(wanted) else 1)
+        return result
+
+
+def loss_of(script, model, inputs, cfg):
+    with torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return script.training_loss(model, inputs, cfg)[0]
+
+
+def useful_flops(script, model, inputs, cfg):
+    """Of a step, counted in a forward of plain layers under dense masks, which keeps no activations."""
+    cfg = dataclasses.replace(cfg, checkpointing=True)
+    with mock.patch.object(script, "build_mask", dense), UsefulFlops() as counted:
+        loss_of(script, model, inputs, cfg)
+    return counted.flops
+
+
 def timed(script, model, inputs, cfg, repeat):
     """Loss, (median, smallest, largest) ms of forward and backward, first ms, peak MiB on CUDA or None."""
     cuda = cfg.device.startswith("cuda")
 
     def step():
-        with torch.autocast(torch.device(cfg.device).type, torch.bfloat16, enabled=cuda):
-            loss = script.training_loss(model, inputs, cfg)[0]
+        loss = loss_of(script, model, inputs, cfg)
         loss.backward()
         model.zero_grad()
         return loss
@@ -132,8 +173,9 @@ def main(argv=None):
     args = parser(__doc__, scripts=(SCRIPTS, SCRIPTS), **sizes).parse_args(argv)
     head = header(args.device)
     print(f"{args.shape} shape, rows of {args.length} tokens, batch {args.batch}\n")
-    table("script", "ours ms", "library ms", "x library", "tokens/s", "peak MiB, ours", "library")
-    table(*["---"] * 7)
+    peaks = "peak MiB, ours", "library"
+    table("script", "ours ms", "library ms", "x library", "tokens/s", "TFLOP/s", *peaks)
+    table(*["---"] * 8)
     rows = []
     for name in args.scripts:
         script = importlib.import_module(name)
@@ -142,13 +184,18 @@ def main(argv=None):
         flags += ["--anchors", args.length // 8] if name == "orthrus" else []  # the paper's of 2048
         model, inputs, cfg = prepared_step(script, flags, args.shape, args.device, **changes)
         ours = timed(script, model, inputs, cfg, args.repeat)
-        with on_the_library(script):
-            library = timed(script, model, inputs, cfg, args.repeat)
-        rows.append(dict(script=name, ours=ours, library=library))
-        ms = ours["ms"][0]
-        gains = library["ms"][0] / ms, 1e3 * args.batch * args.length / ms
-        peaks = [side["peak_mib"] or "-" for side in (ours, library)]
-        table(name, spread(ours["ms"]), spread(library["ms"]), *gains, *peaks)
+        try:
+            with on_the_library(script):
+                library = timed(script, model, inputs, cfg, args.repeat)
+        except torch.OutOfMemoryError:
+            library = None
+        seconds = 1e-3 * ours["ms"][0]
+        row = dict(script=name, ours=ours, library=library, tok_s=args.batch * args.length / seconds)
+        row["tflops"] = 1e-12 * useful_flops(script, model, inputs, cfg) / seconds
+        rows.append(row)
+        theirs = (spread(library["ms"]), library["ms"][0] / ours["ms"][0]) if library else ("-", "-")
+        peaks = [side["peak_mib"] if side and side["peak_mib"] else "-" for side in (ours, library)]
+        table(name, spread(ours["ms"]), *theirs, row["tok_s"], row["tflops"], *peaks)
         del model, inputs
     print(json.dumps(head | dict(shape=args.shape, length=args.length, batch=args.batch, rows=rows)))
 

@@ -230,7 +230,7 @@ def main(argv=None):
         return make_tiny(Path(*words[1:] or [ROOT / "tests" / "tiny"]))
     try:
         args, cfg = frame.parse(argv)
-        train(cfg, frame.start(args, cfg))
+        train(cfg, args.resume)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return frame.failed(error)
     return 0

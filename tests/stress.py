@@ -111,7 +111,7 @@ def long(script, rng, trials, out):
     said = []
 
     def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-        prompts = [torch.tensor([script.encode(tokenizer, row[0])["prompt_ids"]]) for row in problems]
+        prompts = [row[0] for row in problems]
 
         def one(n, decoder):
             return run(model, prompts[n], cfg, decoder, torch.Generator().manual_seed(n))[0].tolist()

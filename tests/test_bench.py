@@ -1,9 +1,14 @@
 """The benchmarks and trials stay alive: each runs at a small size and ends as it should. Nothing is timed."""
 
+import dataclasses
+import importlib
 import json
+import shlex
+from pathlib import Path
 
 import bench_attention
 import bench_decode
+import bench_gpu
 import bench_loop
 import bench_table
 import bench_train
@@ -12,23 +17,24 @@ import stress
 import torch
 
 
-def report(capsys):
-    """The last line of stdout, which says on what it ran."""
+def report(capsys, part=None):
+    """Rows of the last line of stdout, which says on what it ran; bench_gpu must be able to show them."""
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {"device", "threads", "dtype", "torch", "commit", "rows"} <= found.keys()
-    return found
+    if part:
+        line = dict(part=part, device="NVIDIA H200")
+        assert all(len(bench_gpu.cells(line, row)) == 3 for row in found["rows"])
+    return found["rows"]
 
 
 def test_bench_decode(capsys, monkeypatch):
     monkeypatch.setattr(bench_decode, "copy_bandwidth", lambda device, repeat: 1e10)
-    bench_decode.main(
-        ["--queries", "1", "3", "--cache", "300", "--repeat", "2", "--device", "cpu", "--shapes", "tiny"]
-    )
-    rows = report(capsys)["rows"]
+    sizes = ["--queries", "1", "3", "--cache", "30", "--repeat", "2"]
+    bench_decode.main([*sizes, "--device", "cpu", "--shapes", "tiny"])
+    rows = report(capsys, "decode tiny")
     assert [(row["shape"], row["queries"]) for row in rows] == [("tiny", 1), ("tiny", 3)]
-    assert all(
-        0 < row[f"{who}_ms"][1] <= row[f"{who}_ms"][0] for row in rows for who in ("ours", "sdpa", "eager")
-    )
+    for name in ("ours_ms", "sdpa_ms", "eager_ms"):
+        assert all(0 < row[name][1] <= row[name][0] for row in rows)
 
 
 def test_the_decode_forward_is_the_librarys():
@@ -40,12 +46,13 @@ def test_the_decode_forward_is_the_librarys():
     assert torch.allclose(bench_decode.our_call(lm, ids, 3)(), expected, atol=1e-4)
     hidden, inner, layers, heads, kv_heads, head_dim, vocab, _ = bench_decode.SHAPES["tiny"]
     a_layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim + 3 * hidden * inner + 2 * hidden
-    assert bench_decode.weight_bytes(lm) == 4 * (layers * a_layer + hidden + vocab * hidden)
+    cache = 2 * layers * kv_heads * head_dim * 20
+    assert bench_decode.bytes_read(lm, 20) == 4 * (layers * a_layer + hidden + vocab * hidden + cache)
 
 
 def test_bench_attention(capsys):
     bench_attention.main(["--length", "32", "--repeat", "1", "--device", "cpu"])
-    rows = report(capsys)["rows"]
+    rows = report(capsys, "attention")
     assert len(rows) == 5 and all(row["dense_tflops"] > 0 and 0 < row["allowed"] < 1 for row in rows)
 
 
@@ -54,17 +61,84 @@ def test_bench_train(capsys, name):
     """Both sides take the same step: the losses are equal."""
     sizes = ["--shape", "tiny", "--length", "64", "--repeat", "1", "--device", "cpu"]
     bench_train.main(["--scripts", name, *sizes])
-    (row,) = report(capsys)["rows"]
+    (row,) = report(capsys, f"train {name}")
     assert row["ours"]["loss"] == pytest.approx(row["library"]["loss"], rel=1e-4) and row["ours"]["loss"] > 0
 
 
+def test_useful_flops_are_those_of_the_closed_form():
+    """Causal rows of 64 tokens, all weights trained: 6 a weight and token, 14 D a head and allowed pair."""
+    script = importlib.import_module("refusion")
+    changes = bench_train.random_weights("tiny", "cpu", 16, 48)
+    flags = ["--batch_size", 2, "--max_len", 64, "--dtype", "float32"]
+    model, inputs, cfg = bench_train.prepared_step(script, flags, "tiny", **changes)
+    hidden, inner, layers, heads, kv_heads, head_dim, vocab, _ = bench_decode.SHAPES["tiny"]
+    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    scored = (inputs["labels"] != -100).sum().item()
+    expected = 6 * 2 * 64 * layers * weights + 6 * scored * hidden * vocab
+    expected += 14 * head_dim * heads * layers * 2 * 64 * 65 // 2
+    assert bench_train.useful_flops(script, model, inputs, cfg) == expected
+
+
 def test_bench_loop(capsys):
-    bench_loop.main(["--shape", "tiny", "--prompt", "9", "--new", "32", "--device", "cpu"])
-    rows = report(capsys)["rows"]
-    assert {row["script"] for row in rows} == {*bench_train.SCRIPTS} and len(rows) > 2 * len(
-        bench_train.SCRIPTS
-    )
-    assert all(row["tokens"] == 32 and row["forwards"] > 0 and 0 < row["outside"] < 1 for row in rows)
+    bench_loop.main(["--shape", "tiny", "--prompt", "9", "--new", "16", "--device", "cpu"])
+    rows = report(capsys, "loop")
+    assert [*dict.fromkeys(row["script"] for row in rows)] == bench_train.SCRIPTS and len(rows) > 10
+    assert all(row["tokens"] == 16 and row["forwards"] > 0 and 0 < row["outside"] < 1 for row in rows)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_commands_of_bench_gpu_parse(monkeypatch, small):
+    def parsed(device):
+        raise InterruptedError
+
+    for part, command in [pair for _, commands in bench_gpu.STEPS for pair in commands.items()]:
+        kind = part.split()[0]
+        file, *flags = shlex.split(f"{command} {bench_gpu.SMALL[kind]}" if small else command)
+        if kind == "tests":
+            continue
+        module = importlib.import_module(Path(file).stem)
+        if kind == "run":
+            fields = [field.name for field in dataclasses.fields(module.Config)]
+            names = [flag[2:] for flag in flags if flag.startswith("--")]
+            assert {*names} <= {"train", "generate", *fields}, part
+        else:
+            monkeypatch.setattr(module, "header", parsed)
+            with pytest.raises(InterruptedError):
+                module.main(flags)
+    assert sum(step[0] for step in bench_gpu.STEPS[:4]) <= 4 * 60  # what --minutes 4 is for
+
+
+def test_bench_gpu_keeps_what_it_has_and_says_what_failed(capsys, monkeypatch, tmp_path):
+    row = dict(label="x", right=1, problems=2, tokens_per_forward=3.5, x_ar=1.5)
+    good = f"import json, os\nopen({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
+    good += f"print(json.dumps(dict(rows=[{row}])))"
+    bad = "print('| half |')\nraise MemoryError('full | up')"
+    for name, text in dict(good=good, bad=bad, slow="import time\ntime.sleep(60)").items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(bench_gpu, "ROOT", tmp_path)
+    commands = {"run good": "good.py --train", "run bad": "bad.py"}
+    monkeypatch.setattr(bench_gpu, "STEPS", [(30, commands), (0.5, {"run slow": "slow.py"})])
+    argv = ["--device", "cpu", "--out", str(tmp_path / "gpu.jsonl")]
+    assert bench_gpu.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "| run good | x | 1/2 right, 3.5 tokens a forward, 1.5 x AR, " in out
+    assert "| run bad |  | status 1: MemoryError: full / up |  |\n| run slow |  | not done in" in out
+    assert [line["part"] for line in json.loads(out.splitlines()[-1])["parts"]] == [*commands, "run slow"]
+    assert bench_gpu.main([*argv, "--parts", "run good"]) == 0
+    assert "| run good | x | 1/2 right" in capsys.readouterr().out
+    (line,) = (tmp_path / "gpu.jsonl").read_text().splitlines()
+    assert json.loads(line)["rows"] == [row] and (tmp_path / "calls").read_text() == "x"
+    assert bench_gpu.main([*argv, "--minutes", "0"]) == 1
+    assert capsys.readouterr().out.count("no time left") == 4
+    (tmp_path / "good.py").write_text(good + "\n")  # other code: run again
+    assert bench_gpu.main([*argv, "--parts", "run good"]) == 0 and (tmp_path / "calls").read_text() == "xx"
+
+
+def test_bench_gpu_without_a_gpu_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_gpu.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
 
 
 def test_bench_table_keeps_what_it_has(capsys, monkeypatch, tmp_path):
@@ -74,10 +148,9 @@ def test_bench_table_keeps_what_it_has(capsys, monkeypatch, tmp_path):
         calls.append((key["script"], key["seed"]))
         if key["seed"] == 2:
             raise ValueError("status 2")
-        row = dict(
-            label="x", problems=64, right=60 + key["seed"], tokens_per_forward=2.0 + key["seed"], x_ar=1.5
-        )
-        return dict(seconds=7.0 + key["seed"], cpu_seconds=6.0, rows=[row])
+        row = dict(label="x", problems=64, right=60 + key["seed"], x_ar=1.5)
+        return dict(seconds=7.0 + key["seed"], cpu_seconds=6.0,
+                    rows=[row | dict(tokens_per_forward=2.0 + key["seed"])])  # fmt: skip
 
     monkeypatch.setattr(bench_table, "run", run)
     argv = ["--scripts", "refusion", "--out", str(tmp_path / "table.jsonl"), "--device", "cpu", "--seeds"]
@@ -86,10 +159,9 @@ def test_bench_table_keeps_what_it_has(capsys, monkeypatch, tmp_path):
     assert "| refusion | x | 1 | 2 | 60/64 | 60.5 | 2 | 2.5 | 1.5 | 1.5 | 8 | 7.5 |" in out
     assert calls == [("refusion", 0), ("refusion", 1)]
     assert bench_table.main([*argv, "1", "2"]) == 1 and calls[2:] == [("refusion", 2)]
-    assert report(capsys)["rows"][0]["right_worst"] == 61
-    assert bench_table.main([*argv, "0", "--steps", "3"]) == 0 and calls[3:] == [("refusion", 0)], (
-        "other flags"
-    )
+    assert report(capsys)[0]["right_worst"] == 61
+    other = bench_table.main([*argv, "0", "--steps", "3"])
+    assert other == 0 and calls[3:] == [("refusion", 0)], "other flags"
 
 
 def test_bench_table_takes_the_last_line_of_a_run(monkeypatch, tmp_path):
@@ -99,11 +171,8 @@ def test_bench_table_takes_the_last_line_of_a_run(monkeypatch, tmp_path):
     key = dict(script="refusion", seed=5, threads=2, flags=["--steps", "3"])
     (tmp_path / "refusion.py").write_text(stub.replace("STATUS", "0"))
     argv, threads = bench_table.run(key)["rows"]
-    assert (
-        argv[1:5] == ["--train", "--generate", "--seed", "5"]
-        and argv[7:] == ["--steps", "3"]
-        and threads == "2"
-    )
+    assert argv[1:5] == ["--train", "--generate", "--seed", "5"] and argv[7:] == ["--steps", "3"]
+    assert threads == "2"
     (tmp_path / "refusion.py").write_text(stub.replace("STATUS", "2"))
     with pytest.raises(ValueError, match="status 2"):
         bench_table.run(key)
@@ -111,5 +180,5 @@ def test_bench_table_takes_the_last_line_of_a_run(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("what, script", [("fuzz", "refusion"), ("long", "orthrus")])
 def test_trials(capsys, what, script):
-    stress.main([what, "--scripts", script, "--trials", "8"])
-    assert capsys.readouterr().out.startswith(f"{what} {script}: 8 ")
+    stress.main([what, "--scripts", script, "--trials", "4"])
+    assert capsys.readouterr().out.startswith(f"{what} {script}: 4 ")

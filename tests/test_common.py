@@ -1,60 +1,46 @@
-"""Masks, RoPE, the decoder walk, attention, KV cache and graph replay, on tiny random models."""
+"""Masks, RoPE, the decoder walk, attention, KV cache, graph replay and traces, on tiny random models."""
 
 import copy
 import gc
-import os
-import subprocess
+import runpy
 import sys
 import weakref
+from types import SimpleNamespace
+from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+import transformers
 from conftest import ROOT
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 import common
 from common import Decoder, block_causal, build_mask, causal, dense, full, fuse, kernels, segments, walk
 
 SHAPE = dict(
-    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=None, bos_token_id=None,
+    eos_token_id=None,
 )  # fmt: skip
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    "llama3": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64},
+    "llama3": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
 
 
-def tiny(kind="qwen3", rope="default", tied=False, **kwargs):
+def tiny(kind="qwen3", rope="default", tied=False):
     """A tiny random model in float32, its norms and biases away from 1 and 0, where a fault would hide."""
     torch.manual_seed(0)
-    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
-    model = {
-        "llama": LlamaForCausalLM,
-        "mistral": MistralForCausalLM,
-        "qwen2": Qwen2ForCausalLM,
-        "qwen3": Qwen3ForCausalLM,
-    }[kind]
+    kinds = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     extra = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}.get(kind, {})  # 4 * 16 != 32
-    lm = model(config(**SHAPE, **extra, **kwargs, tie_word_embeddings=tied, rope_parameters=ROPES[rope])).eval()
+    lm = model_of(kinds[kind](**SHAPE, **extra, tie_word_embeddings=tied, rope_parameters=ROPES[rope]))
     with torch.no_grad():
         for name, p in lm.named_parameters():
             if p.dim() == 1:
@@ -64,33 +50,60 @@ def tiny(kind="qwen3", rope="default", tied=False, **kwargs):
     return lm
 
 
+def model_of(config):
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
 def ids_and_positions(B=2, T=9, V=60, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(V, (B, T), generator=generator), torch.arange(T).expand(B, T)
+
+
+TEXT, PLACES = ids_and_positions()
+CAUSAL = dense(causal(), 1, 9, 9)
 
 
 def logits_of(lm, input_ids, position_ids, mask, *args, **kwargs):
     return lm.lm_head(walk(lm, input_ids, position_ids, mask, *args, **kwargs))
 
 
-# ----------------------------------------------------------------------------------------------------------------- walk
+def apart(a, b):
+    return (a - b).abs().max().item()
+
+
+def by_parts(decoder, input_ids, positions, sizes):
+    """Hidden states of one causal text, given to the decoder in parts of these sizes, each committed."""
+    outs, start = [], 0
+    for T in sizes:
+        here = slice(start, start + T)
+        mask, write_idx = dense(causal(start), 1, T, start + T), decoder.kv_cache.scratch_idx(T)
+        outs.append(decoder(input_ids[:, here], positions[:, here], mask, write_idx).clone())
+        decoder.kv_cache.commit(T)
+        start += T
+    return torch.cat(outs, dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------- walk
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind, rope", [("llama", "default"), ("qwen2", "default"), ("qwen3", "default"), ("mistral", "default"),
-                                        ("llama", "linear"), ("llama", "llama3"), ("qwen3", "yarn")])  # fmt: skip
-def test_walk_equals_the_librarys_causal_forward_and_gradients(kind, rope, tied):
+@pytest.mark.parametrize("kind", ["llama default", "qwen2 default", "qwen3 default", "mistral default",
+                                  "llama linear", "llama llama3", "qwen3 yarn"])  # fmt: skip
+def test_walk_equals_the_librarys_causal_forward_and_gradients(kind, tied):
+    kind, rope = kind.split()
     ours, theirs = tiny(kind, rope, tied), tiny(kind, rope, tied)
     input_ids, positions = ids_and_positions(T=70 if rope != "default" else 9)
     T = input_ids.shape[1]
     positions = positions + 3
     a = logits_of(ours, input_ids, positions, dense(causal(), 1, T, T))
-    b = theirs(input_ids=input_ids, position_ids=positions, attention_mask=torch.ones_like(input_ids)).logits
-    assert (a - b).abs().max() < 1e-5 * max(1, b.abs().max().item())
+    given = dict(input_ids=input_ids, position_ids=positions, attention_mask=torch.ones_like(input_ids))
+    b = theirs(**given).logits
+    assert apart(a, b) < 1e-5 * max(1, b.abs().max().item())
+    assert torch.equal(ours(**given).logits, b), "the library's own calls stay as they are"
     a.pow(2).mean().backward()
     b.pow(2).mean().backward()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters()):
-        assert (p.grad - q.grad).abs().max() < 1e-5 * max(1, q.grad.abs().max().item()), name
+        assert apart(p.grad, q.grad) < 1e-5 * max(1, q.grad.abs().max().item()), name
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "made_up"])
@@ -102,85 +115,65 @@ def test_length_dependent_rope_is_refused_by_name(rope_type):
 
 
 def test_unsupported_backbones_are_refused_by_name():
-    gemma = Gemma2ForCausalLM(Gemma2Config(**{**SHAPE, "pad_token_id": 0}, head_dim=8))
-    phi = Phi3ForCausalLM(Phi3Config(**{**SHAPE, "pad_token_id": 0}))
-    sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
-    sliding_qwen = Qwen2ForCausalLM(
-        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    )
-    for lm, word in ((gemma, "gemma2"), (phi, "phi3"), (sliding, "sliding"), (sliding_qwen, "sliding")):
+    padded = {**SHAPE, "pad_token_id": 0}
+    sliding_qwen = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    for config, word in (
+        (Gemma2Config(**padded, head_dim=8), "gemma2"),
+        (Phi3Config(**padded), "phi3"),
+        (MistralConfig(**SHAPE, sliding_window=8), "sliding"),
+        (sliding_qwen, "sliding"),
+    ):
         with pytest.raises(ValueError, match=word) as error:
-            common.prepare(lm)
+            common.prepare(model_of(config))
         assert "\n" not in str(error.value)
-    capped, missing = tiny(), tiny()
-    capped.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="softcapping"):
-        common.prepare(capped)
-    del missing.model.layers[1].self_attn.v_proj
-    with pytest.raises(ValueError, match="layer 1 has no v_proj"):
-        common.prepare(missing)
-
-
-def test_walk_takes_embeddings():
-    lm = tiny()
-    input_ids, positions = ids_and_positions()
-    mask = dense(causal(), 1, 9, 9)
-    embeddings = lm.model.embed_tokens(input_ids)
-    assert torch.equal(walk(lm, embeddings, positions, mask), walk(lm, input_ids, positions, mask))
 
 
 def test_permuted_tokens_with_their_positions_only_permute_the_logits():
     lm = tiny()
-    input_ids, positions = ids_and_positions()
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     mask = dense(full(), 1, 9, 9)
-    straight = logits_of(lm, input_ids, positions, mask)
-    assert (logits_of(lm, input_ids[:, order], positions[:, order], mask) - straight[:, order]).abs().max() < 1e-5
-    assert (logits_of(lm, input_ids[:, order], positions, mask) - straight[:, order]).abs().max() > 1e-2
+    straight = logits_of(lm, TEXT, PLACES, mask)
+    assert apart(logits_of(lm, TEXT[:, order], PLACES[:, order], mask), straight[:, order]) < 1e-5
+    assert apart(logits_of(lm, TEXT[:, order], PLACES, mask), straight[:, order]) > 1e-2
 
 
 def test_out_of_order_positions_never_change_who_sees_whom():
     lm = tiny()
     input_ids, _ = ids_and_positions()
     positions = torch.tensor([[0, 1, 6, 7, 2, 3, 8, 4, 5]]).expand(2, 9)
-    mask = dense(causal(), 1, 9, 9)
-    before = logits_of(lm, input_ids, positions, mask)
+    before = logits_of(lm, input_ids, positions, CAUSAL)
     for place in range(9):
         changed = input_ids.clone()
         changed[:, place] = (changed[:, place] + 1) % 60
-        moved = (logits_of(lm, changed, positions, mask) - before).abs().amax(dim=(0, 2)) > 1e-7
+        moved = (logits_of(lm, changed, positions, CAUSAL) - before).abs().amax(dim=(0, 2)) > 1e-7
         assert moved.tolist() == [i >= place for i in range(9)]
 
 
 def test_bidirectional_means_bidirectional():
     lm = tiny()
-    input_ids, positions = ids_and_positions()
-    changed = input_ids.clone()
+    changed = TEXT.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 60
     mask = dense(full(), 1, 9, 9)
-    assert (logits_of(lm, input_ids, positions, mask) - logits_of(lm, changed, positions, mask))[
-        :, 0
-    ].abs().max() > 1e-4
+    moved = logits_of(lm, TEXT, PLACES, mask) - logits_of(lm, changed, PLACES, mask)
+    assert moved[:, 0].abs().max() > 1e-4
 
 
 def test_a_row_without_a_visible_key_stays_finite():
     lm = tiny()
-    input_ids, positions = ids_and_positions()
     mask = dense(causal(), 2, 9, 9).clone()
     mask[:, :, 4] = False
-    out = logits_of(lm, input_ids, positions, mask)
+    out = logits_of(lm, TEXT, PLACES, mask)
     out.pow(2).mean().backward()
     assert out.isfinite().all() and all(p.grad.isfinite().all() for p in lm.parameters())
 
 
 def test_padding_content_does_not_matter():
     lm = tiny()
-    input_ids, positions = ids_and_positions()
     ids = torch.tensor([[0] * 6 + [-1] * 3])
-    changed = input_ids.clone()
+    changed = TEXT.clone()
     changed[:, 6:] = 0
     mask = dense(segments(ids), 1, 9, 9)
-    a, b = logits_of(lm, input_ids, positions, mask), logits_of(lm, changed, positions, mask)
+    a, b = logits_of(lm, TEXT, PLACES, mask), logits_of(lm, changed, PLACES, mask)
     assert torch.equal(a[:, :6], b[:, :6]) and a.isfinite().all()
 
 
@@ -196,30 +189,22 @@ def test_a_model_cast_to_bfloat16_keeps_float32_rope():
 def test_rope_base_is_read_from_the_config():
     cos_small = common.rope_angles(common.prepare(tiny("qwen3", "linear")).rotary, torch.tensor([[7]]))[0]
     cos_large = common.rope_angles(common.prepare(tiny("qwen3", "default")).rotary, torch.tensor([[7]]))[0]
-    assert (cos_small - cos_large).abs().max() > 0.1
+    assert apart(cos_small, cos_large) > 0.1
 
 
 def test_checkpointing_and_deepcopy_change_nothing():
     lm = common.prepare(tiny())
-    input_ids, positions = ids_and_positions()
-    mask = dense(causal(), 1, 9, 9)
-    walk(lm, input_ids, positions, mask).sum().backward()
+    walk(lm, TEXT, PLACES, CAUSAL).sum().backward()
     grads = [p.grad.clone() for p in lm.model.parameters()]
     lm.zero_grad()
-    walk(lm, input_ids, positions, mask, checkpointing=True).sum().backward()
+    walk(lm, TEXT, PLACES, CAUSAL, checkpointing=True).sum().backward()
     assert all(torch.allclose(p.grad, grad, atol=1e-6) for p, grad in zip(lm.model.parameters(), grads))
-    before = walk(lm, input_ids, positions, mask)
+    before = walk(lm, TEXT, PLACES, CAUSAL)
     twin = copy.deepcopy(lm)
     with torch.no_grad():
         for p in lm.model.layers.parameters():
             p.zero_()
-    assert torch.allclose(walk(twin, input_ids, positions, mask), before), "a copy must walk through its own weights"
-
-
-def test_the_librarys_own_forward_still_works_after_prepare():
-    lm, untouched = common.prepare(tiny()), tiny()
-    input_ids, _ = ids_and_positions()
-    assert torch.equal(lm(input_ids=input_ids).logits, untouched(input_ids=input_ids).logits)
+    assert torch.allclose(walk(twin, TEXT, PLACES, CAUSAL), before), "a copy walks through its own weights"
 
 
 def test_token_nll_equals_cross_entropy_on_full_logits():
@@ -227,33 +212,27 @@ def test_token_nll_equals_cross_entropy_on_full_logits():
     hidden = torch.randn(2, 9, 32, requires_grad=True)
     labels = torch.randint(60, (2, 9))
     labels[0, :4] = -100
-    expected = F.cross_entropy(lm.lm_head(hidden).flatten(0, 1), labels.flatten(), reduction="none").view(2, 9)
+    logits = lm.lm_head(hidden).transpose(1, 2)
+    expected = F.cross_entropy(logits, labels, reduction="none")
     expected_grad = torch.autograd.grad(expected.sum(), hidden)[0]
+    seen = []
+    lm.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[0]))
     for chunk in (1, 5, 2048):
         nll = common.token_nll(lm.lm_head, hidden, labels, chunk)
         assert torch.allclose(nll, expected, atol=1e-5) and (nll[0, :4] == 0).all()
         assert torch.allclose(torch.autograd.grad(nll.sum(), hidden)[0], expected_grad, atol=1e-5)
+        assert max(seen) <= chunk and sum(seen) == 2 * 14  # forward, and again in backward
+        seen.clear()
     nothing = common.token_nll(lm.lm_head, hidden, torch.full((2, 9), -100))
     nothing.sum().backward()
     assert (nothing == 0).all() and hidden.grad.isfinite().all()
 
 
-def test_token_nll_never_holds_the_full_logits():
-    lm, seen = tiny(), []
-    hidden, labels = torch.randn(2, 500, 32, requires_grad=True), torch.randint(60, (2, 500))
-    lm.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[0]))
-    common.token_nll(lm.lm_head, hidden, labels, chunk=64).sum().backward()
-    assert max(seen) <= 64 and sum(seen) == 2 * 1000  # forward, and again in backward
-
-
 def test_generate_ar_equals_the_librarys_greedy_generate():
-    from types import SimpleNamespace
-
     lm, reference = tiny(), tiny()
     prompt = ids_and_positions(1, 5)[0]
-    expected = reference.generate(
-        prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0
-    )
+    settings = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = reference.generate(prompt, **settings)
     cfg = SimpleNamespace(max_new_tokens=20, eos_id=None, vocab_len=None)
     ids, record = common.generate_ar(lm, prompt, cfg)
     assert ids.tolist() == expected.tolist() and record["forwards"] == 20
@@ -263,44 +242,27 @@ def test_generate_ar_equals_the_librarys_greedy_generate():
     assert ids[0, 5:].tolist() == expected[0, 5 : 5 + stop].tolist() and record["forwards"] == stop
 
 
-# ------------------------------------------------------------------------------------------------------------ KV cache
+# --------------------------------------------------------------------------------------------------- KV cache
 
 
 def test_cached_equals_uncached():
     lm = tiny()
     input_ids, positions = ids_and_positions(B=2)
     decoder, expected = Decoder(lm, 12, batch=2), walk(lm, input_ids, positions, dense(causal(), 1, 9, 9))
-    cache = decoder.kv_cache
-    for start, end in ((0, 4), (4, 5), (5, 9)):
-        T = end - start
-        out = decoder(
-            input_ids[:, start:end], positions[:, start:end], dense(causal(start), 1, T, end), cache.scratch_idx(T)
-        )
-        cache.commit(T)
-        assert (out - expected[:, start:end]).abs().max() < 1e-5
-    assert decoder.forwards == 3 and cache.cache_len == 9
+    assert apart(by_parts(decoder, input_ids, positions, (4, 1, 4)), expected) < 1e-5
+    assert decoder.forwards == 3 and decoder.kv_cache.cache_len == 9
 
 
 def test_a_refinement_pass_leaves_the_cache_untouched():
-    lm = tiny()
-    input_ids, positions = ids_and_positions(B=1)
-    decoder = Decoder(lm, 12)
+    decoder = Decoder(tiny(), 12, batch=2)
     cache = decoder.kv_cache
-
-    def forward(start, end):
-        T = end - start
-        mask = dense(causal(start), 1, T, end)
-        return decoder(input_ids[:, start:end], positions[:, start:end], mask, cache.scratch_idx(T))
-
-    forward(0, 5)
-    cache.commit(5)
-    before = [(k[:, :, :5].clone(), v[:, :, :5].clone()) for k, v in cache.layers]
-    first = forward(5, 9)
-    second = forward(5, 9)  # the same again: the scratch of the first pass must not be seen
-    assert torch.equal(first, second) and cache.cache_len == 5
-    assert all(
-        torch.equal(k[:, :, :5], a) and torch.equal(v[:, :, :5], b) for (k, v), (a, b) in zip(cache.layers, before)
-    )
+    by_parts(decoder, TEXT, PLACES, [5])
+    before = copy.deepcopy(cache.layers)
+    given = TEXT[:, 5:], PLACES[:, 5:], dense(causal(5), 1, 4, 9), cache.scratch_idx(4)
+    assert torch.equal(decoder(*given), decoder(*given))  # the scratch of the first pass must not be seen
+    assert cache.cache_len == 5
+    for now, then in zip(cache.layers, before):
+        assert all(torch.equal(x[:, :, :5], y[:, :, :5]) for x, y in zip(now, then))
 
 
 def test_cache_counts():
@@ -310,13 +272,9 @@ def test_cache_counts():
     cache.commit(3)
     assert cache.cache_len == 3 and cache.scratch_idx(2, offset=1).tolist() == [4, 5]
     cache.commit(5)
-    for call in (
-        lambda: cache.commit(1),
-        lambda: cache.commit(-1),
-        lambda: cache.scratch_idx(1),
-    ):
+    for call, n in ((cache.commit, 1), (cache.commit, -1), (cache.scratch_idx, 1)):
         with pytest.raises(ValueError):
-            call()
+            call(n)
     cache.reset()
     assert cache.cache_len == 0
     cache.layers[0][0][1] = 7
@@ -325,22 +283,12 @@ def test_cache_counts():
 
 
 def test_padding_to_buckets_changes_nothing():
-    """What graph replay does to a call, without a graph: padded queries and keys, spare places for padding."""
+    """What graph replay does to a call, without a graph: padded queries and keys, spare places."""
     lm = tiny()
-    input_ids, positions = ids_and_positions(B=1, T=40)
     plain, padded = Decoder(lm, 48), Decoder(lm, 48)
     padded.replay.pad = True
-    start = 0
-    for T in (5, 1, 3, 8, 9, 11):
-        outs = []
-        for decoder in (plain, padded):
-            ids, pos = input_ids[:, start : start + T], positions[:, start : start + T]
-            outs.append(
-                decoder(ids, pos, dense(causal(start), 1, T, start + T), decoder.kv_cache.scratch_idx(T)).clone()
-            )
-            decoder.kv_cache.commit(T)
-        assert (outs[0] - outs[1]).abs().max() < 1e-5
-        start += T
+    given = (*ids_and_positions(B=1, T=40), (5, 1, 3, 8, 9, 11))
+    assert apart(by_parts(plain, *given), by_parts(padded, *given)) < 1e-5
     assert sorted(bucket[1] for bucket in padded.replay.graphs) == [1, 4, 8, 16]  # each made once
 
 
@@ -352,25 +300,16 @@ def test_layers_are_compiled_once_for_all_lengths_of_the_cache(monkeypatch):
     lm = tiny()
     plain, padded = Decoder(lm, 600, compiled=False), Decoder(lm, 600, compiled=True)
     padded.replay.pad = True
-    input_ids, positions = ids_and_positions(B=1, T=600)
-    start = 0
-    for T in (100, 3, 4, 110, 4, 120, 3, 4, 70, 4):
-        here, outs = slice(start, start + T), []
-        for decoder in (plain, padded):
-            given = dense(causal(start), 1, T, start + T), decoder.kv_cache.scratch_idx(T)
-            outs.append(decoder(input_ids[:, here], positions[:, here], *given).clone())
-            decoder.kv_cache.commit(T)
-        assert (outs[0] - outs[1]).abs().max() < 1e-5
-        start += T
+    given = (*ids_and_positions(B=1, T=600), (100, 3, 4, 110, 4, 120, 3, 4, 70, 4))
+    assert apart(by_parts(plain, *given), by_parts(padded, *given)) < 1e-5
     assert len(padded.replay.graphs) > 6
     assert counter.frame_count == 2, "4 and 128 queries"
 
 
 def test_a_decoder_dies_with_its_last_name():
-    """No reference cycle keeps its graphs: what a captured graph reads is freed with the Decoder, not some day."""
-    decoder = Decoder(tiny(), 12)
-    input_ids, positions = ids_and_positions(B=1)
-    decoder(input_ids, positions, dense(causal(), 1, 9, 9), torch.arange(9))
+    """No reference cycle keeps its graphs: what a graph reads is freed with the Decoder."""
+    decoder = Decoder(tiny(), 12, batch=2)
+    by_parts(decoder, TEXT, PLACES, [9])
     seen = weakref.ref(decoder.replay)
     gc.disable()
     try:
@@ -395,40 +334,37 @@ def test_embeddings_take_the_place_of_ids_in_padded_buckets():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_fused_projections_change_nothing(kind, tmp_path):
-    """Same logits, same weights, no memory added; what is written in place is seen; saving and training go on."""
+    """Same logits and weights, no memory added; writing in place is seen; saving and training go on."""
     lm = tiny(kind)
-    input_ids, positions = ids_and_positions()
-    mask = dense(causal(), 1, 9, 9)
     with torch.no_grad():
-        plain = walk(lm, input_ids, positions, mask)
+        plain = walk(lm, TEXT, PLACES, CAUSAL)
         before = {name: p.clone() for name, p in lm.named_parameters()}
         fuse(lm)
         calls = []
         for linear in (lm.model.layers[0].self_attn.k_proj, lm.model.layers[1].mlp.up_proj):
             linear.register_forward_hook(lambda *args: calls.append(args))
-        assert (walk(lm, input_ids, positions, mask) - plain).abs().max() < 1e-5 and not calls
+        assert apart(walk(lm, TEXT, PLACES, CAUSAL), plain) < 1e-5 and not calls
         fused = lm.model.layers[0].fused["qkv"][0]
         fuse(lm)
         assert lm.model.layers[0].fused["qkv"][0] is fused  # a captured graph may be reading it
         assert all(torch.equal(p, before[name]) for name, p in lm.named_parameters())
         attn = lm.model.layers[0].self_attn
-        assert attn.q_proj.weight.data_ptr() == fused.data_ptr() and len(fused) == sum(
-            len(getattr(attn, name).weight) for name in ("q_proj", "k_proj", "v_proj")
-        )
+        assert attn.q_proj.weight.data_ptr() == fused.data_ptr()
+        assert len(fused) == sum(len(linear.weight) for linear in (attn.q_proj, attn.k_proj, attn.v_proj))
         attn.v_proj.weight.mul_(2)
-        changed = walk(lm, input_ids, positions, mask)
-        assert (changed - plain).abs().max() > 1e-3
+        changed = walk(lm, TEXT, PLACES, CAUSAL)
+        assert apart(changed, plain) > 1e-3
         for linear in (attn.q_proj, attn.v_proj):  # other tensors, as after a move: the fused weight is stale
             linear.weight.data = linear.weight.clone()
         attn.v_proj.weight.div_(2)
         fuse(lm)
-        assert (walk(lm, input_ids, positions, mask) - plain).abs().max() < 1e-5
+        assert apart(walk(lm, TEXT, PLACES, CAUSAL), plain) < 1e-5
         attn.v_proj.weight.mul_(2)
-        assert (walk(lm, input_ids, positions, mask) - changed).abs().max() < 1e-5
+        assert apart(walk(lm, TEXT, PLACES, CAUSAL), changed) < 1e-5
     lm.save_pretrained(tmp_path)
     again = type(lm).from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), again.parameters()))
-    walk(lm, input_ids, positions, mask).sum().backward()  # with gradients the modules themselves run
+    walk(lm, TEXT, PLACES, CAUSAL).sum().backward()  # with gradients the modules themselves run
     assert calls and all(p.grad is not None for p in lm.model.layers.parameters())
     lm.to(torch.bfloat16)
     fuse(lm)
@@ -437,16 +373,15 @@ def test_fused_projections_change_nothing(kind, tmp_path):
 
 def test_layers_run_as_they_are_where_compiling_is_refused(monkeypatch, capsys):
     lm = tiny()
-    input_ids, positions = ids_and_positions()
-    mask = dense(causal(), 1, 9, 9)
 
     def refuse(*args):
         raise torch._dynamo.exc.Unsupported("no")
 
     monkeypatch.setattr(common, "_compiled_layer", refuse)
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_refused", set())
     for _ in range(2):
-        assert torch.equal(walk(lm, input_ids, positions, mask, compiled=True), walk(lm, input_ids, positions, mask))
+        out = walk(lm, TEXT, PLACES, CAUSAL, compiled=True)
+        assert torch.equal(out, walk(lm, TEXT, PLACES, CAUSAL))
     assert capsys.readouterr().err == "torch.compile refused (Unsupported): layers run as they are\n"
 
 
@@ -455,21 +390,7 @@ def test_an_adapter_is_not_fused():
     attn = lm.model.layers[0].self_attn
     attn.q_proj = torch.nn.Sequential(attn.q_proj)
     fuse(lm)
-    assert lm.model.layers[0].fused is None and lm.model.layers[1].fused is not None
-
-
-def test_projections_can_be_exchanged():
-    lm = tiny()
-    input_ids, positions = ids_and_positions()
-    seen = set()
-
-    def project(attn, name, x):
-        seen.add(name)
-        return getattr(attn, name)(x)
-
-    mask = dense(causal(), 1, 9, 9)
-    assert torch.equal(walk(lm, input_ids, positions, mask, project=project), walk(lm, input_ids, positions, mask))
-    assert seen == {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    assert [sorted(layer.fused) for layer in lm.model.layers] == [["gate_up"]] + [["gate_up", "qkv"]] * 2
 
 
 def test_a_read_only_context_equals_one_sequence():
@@ -482,14 +403,17 @@ def test_a_read_only_context_equals_one_sequence():
     assert (out - logits_of(lm, input_ids, positions, dense(causal(), 1, 9, 9))[:, 5:]).abs().max() < 1e-5
 
 
-# -------------------------------------------------------------------------------------------------- masks and attention
+# ---------------------------------------------------------------------------------------- masks and attention
 
 
 def all_masks(device="cpu"):
-    """name -> (mask_mod, B, T, S, independent predicate over ints) at sizes that are no multiple of anything."""
+    """name -> (mask_mod, B, T, S, independent predicate over ints) at awkward sizes."""
     segment = [0] * 30 + [1] * 41 + [-1] * 9 + [2] * 20
     prompts, anchors = [7, 23], [[3, 40, 41], [1, 20, 60]]
     groups = [0, 2, 4]
+
+    def at(values):
+        return torch.tensor(values, device=device)
 
     def blk(i, prompt, size):
         return -1 if i < prompt else (i - prompt) // size
@@ -517,15 +441,15 @@ def all_masks(device="cpu"):
         "full": (full(), 1, 50, 60, lambda b, i, j: True),
         "causal": (causal(), 1, 100, 100, lambda b, i, j: j <= i),
         "causal_offset": (causal(31), 1, 9, 40, lambda b, i, j: j <= i + 31),
-        "segments": (segments(torch.tensor([segment], device=device)), 1, 100, 100,
+        "segments": (segments(at([segment])), 1, 100, 100,
                      lambda b, i, j: segment[i] == segment[j] >= 0 and j <= i),
         "completion_rows": (common.completion_rows(13, 7, 2), 1, 15, 34, rows),
-        "block_causal_d2f": (common.block_causal(6, torch.tensor(prompts, device=device)), 2, 50, 50,
+        "block_causal_d2f": (block_causal(6, at(prompts)), 2, 50, 50,
                              lambda b, i, j: blk(j, prompts[b], 6) <= blk(i, prompts[b], 6)),
-        "block_causal_fv2": (common.block_causal(8, offset=24), 1, 17, 41, lambda b, i, j: j // 8 <= (i + 24) // 8),
+        "block_causal_fv2": (block_causal(8, offset=24), 1, 17, 41, lambda b, i, j: j // 8 <= (i + 24) // 8),
         "noisy_clean": (common.noisy_clean(33, 7, views=2), 1, 99, 99, noisy_clean),
-        "dual_view": (common.dual_view(70, 5, torch.tensor(anchors, device=device)), 2, 15, 85, dual),
-        "merged_views": (common.merged_views(11, 5, 4, torch.tensor(groups, device=device)), 1, 17, 28, merged),
+        "dual_view": (common.dual_view(70, 5, at(anchors)), 2, 15, 85, dual),
+        "merged_views": (common.merged_views(11, 5, 4, at(groups)), 1, 17, 28, merged),
     }  # fmt: skip
 
 
@@ -533,26 +457,57 @@ def all_masks(device="cpu"):
 def test_mask_equals_an_independent_reference_in_both_forms(name):
     mask_mod, B, T, S, allowed = all_masks()[name]
     mask = dense(mask_mod, B, T, S)
-    expected = torch.tensor([[[[bool(allowed(b, i, j)) for j in range(S)] for i in range(T)]] for b in range(B)])
+    rows = [[[bool(allowed(b, i, j)) for j in range(S)] for i in range(T)] for b in range(B)]
+    expected = torch.tensor(rows)[:, None]
     assert mask.dtype == torch.bool and torch.equal(mask, expected)
     # the fused form of the same predicate, uncompiled: B or 1 in the batch, grouped heads
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, n, 16, generator=generator) for H, n in ((4, T), (2, S), (2, S)))
     block_mask = common.create_block_mask(mask_mod, B, None, T, S, device="cpu")
     fused = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
-    assert (fused - kernels.attention(q, k, v, mask)).abs().max() < 1e-5
-    assert (kernels.attention(q, k, v, block_mask) - fused).abs().max() < 1e-5  # on CPU: the same predicate, dense
+    assert apart(fused, kernels.attention(q, k, v, mask)) < 1e-5
+    assert apart(fused, kernels.attention(q, k, v, block_mask)) < 1e-5  # on CPU: the same predicate, dense
 
 
-def test_attention_equals_plain_softmax():
+@pytest.mark.parametrize("kind", ["random", "all", "causal"])
+def test_attention_equals_plain_softmax(kind):
+    """Values and gradients; a plainly causal mask takes a way of its own."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, H, n, 8, generator=generator) for H, n in ((6, 5), (2, 11), (2, 11)))
-    mask = torch.rand(2, 1, 5, 11, generator=generator) < 0.6
-    mask[..., 0] = True
+    S = 5 if kind == "causal" else 11
+    shapes = ((2, 6, 5, 8), (2, 2, S, 8), (2, 2, S, 8))
+    leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    some = torch.rand(2, 1, 5, S, generator=generator) < 0.6
+    some[..., 0] = True
+    mask = dict(random=some, all=torch.ones_like(some), causal=dense(causal(), 2, 5, S))[kind]
+    q, k, v = leaves
     scores = q @ k.repeat_interleave(3, 1).transpose(2, 3) / 8**0.5
     expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(3, 1)
-    assert (kernels.attention(q, k, v, mask) - expected).abs().max() < 1e-5
-    assert (kernels.attention(q, k, v) - scores.softmax(-1) @ v.repeat_interleave(3, 1)).abs().max() < 1e-5
+    found = kernels.attention(q, k, v, None if kind == "all" else mask)
+    assert apart(found, expected) < 1e-5
+    grads = [torch.autograd.grad(out.pow(2).sum(), leaves) for out in (found, expected)]
+    assert all(apart(a, b) < 1e-4 for a, b in zip(*grads))
+
+
+def test_only_a_plainly_causal_mask_is_taken_for_one():
+    assert kernels.layer_mask(dense(causal(), 3, 7, 7), 2, torch.float32) == "causal"
+    for mask_mod, T in ((causal(), 5), (causal(2), 5), (full(), 7), (block_causal(2), 7)):
+        mask = dense(mask_mod, 1, T, 7)
+        bias = kernels.layer_mask(mask, 2, torch.bfloat16)
+        assert bias.dtype == torch.bfloat16 and torch.equal(bias == 0, mask[:, :, None].expand_as(bias))
+    for place in ((0, 0, 0, 1), (1, 0, 6, 2)):  # one entry more or less, in one row of the batch
+        mask = dense(causal(), 2, 7, 7).clone()
+        mask[place] ^= True
+        assert torch.is_tensor(kernels.layer_mask(mask, 2, torch.float32))
+
+
+@pytest.mark.parametrize("mask_mod", [causal(), block_causal(3)])
+def test_a_mask_is_made_ready_once_a_forward_also_under_autocast(mask_mod):
+    lm, mask = tiny(), dense(mask_mod, 1, 9, 9)
+    expected = walk(lm, *ids_and_positions(), mask)
+    with mock.patch.object(kernels, "layer_mask", side_effect=kernels.layer_mask) as made:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = walk(lm, *ids_and_positions(), mask)
+    assert made.call_count == 1 and apart(out, expected) < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
@@ -566,39 +521,106 @@ def test_build_mask_is_dense_on_cpu():
     assert torch.equal(build_mask(causal(), 1, 5, 5, "cpu"), dense(causal(), 1, 5, 5))
 
 
-def test_common_draws_every_mask():
-    out = subprocess.run([sys.executable, str(ROOT / "common.py")], capture_output=True, text=True, check=True).stdout
-    names = (
-        "full",
-        "causal",
-        "segments",
-        "completion_rows",
-        "block_causal",
-        "noisy_clean",
-        "dual_view",
-        "merged_views",
+def test_common_draws_every_mask(capsys):
+    with mock.patch.dict(sys.modules):
+        runpy.run_path(str(ROOT / "common.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    names = "full causal segments completion_rows block_causal noisy_clean dual_view merged_views"
+    assert all(f"\n{name}" in out for name in names.split()) and "# = may attend" in out
+    assert common.draw(causal(), "012", "abc") == "  abc\n0 #..\n1 ##.\n2 ###"
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_package_called_kernels_is_neither_hidden_nor_taken_for_ours(ours_first, tmp_path, monkeypatch):
+    """transformers imports a package of this name where it is installed; our folder stands before it."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("from .layer import Layer\nCUDAProperties = 'real'\n")
+    (tmp_path / "kernels" / "layer.py").write_text("class Layer: pass\n")
+    elsewhere = [place for place in sys.path if place != str(ROOT)]
+    path = [str(ROOT), str(tmp_path)] if ours_first else [str(tmp_path), str(ROOT)]
+    monkeypatch.setattr(sys, "path", path + elsewhere)
+    with mock.patch.dict(sys.modules):
+        for name in ("kernels", "kernels.layer", "common"):
+            sys.modules.pop(name, None)
+        import kernels as found
+        from kernels.layer import Layer
+
+        import common as again
+
+        assert found.CUDAProperties == "real" and found.Layer is Layer and not hasattr(found, "GraphReplay")
+        assert again is not common and again.kernels.GraphReplay is not kernels.GraphReplay
+
+
+# ----------------------------------------------------------------------------------------------------- traces
+
+
+def pieces_tokenizer():
+    """Words that begin with a Metaspace and bytes of characters, decoded as Llama-2 does."""
+    words = "<unk> ▁Tom ▁has ▁3 ▁+ ▁pens . <0xE2> <0x82> <0xAC> \n \x1b".split(" ")
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    kinds = tokenizers.decoders
+    made.decoder = kinds.Sequence(
+        [kinds.Replace("▁", " "), kinds.ByteFallback(), kinds.Fuse(), kinds.Strip(" ", 1, 0)]
     )
-    assert all(name in out for name in names) and "# = may attend" in out
-    assert common.draw(causal(), 3, 3) == "0 #..\n1 ##.\n2 ###"
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
 
 
-@pytest.mark.parametrize("how", ["as a script", "from elsewhere"])
-def test_a_package_called_kernels_is_neither_hidden_nor_taken_for_ours(how, tmp_path):
-    """transformers imports a package of this name where it is installed; a script's folder stands before it."""
-    fake = tmp_path / "site" / "kernels"
-    fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text("from .layer import Layer\nCUDAProperties = 'real'\n")
-    (fake / "layer.py").write_text("class Layer: pass\n")
-    asks = ("from kernels import CUDAProperties\nfrom kernels.layer import Layer\nimport kernels\n"
-            "import refusion\nassert refusion.kernels.GraphReplay and not hasattr(kernels, 'GraphReplay')\n"
-            "print(CUDAProperties)\n")  # fmt: skip
-    program = tmp_path / "program.py"
-    program.write_text(asks)
-    # as a script: the scripts' folder is first on the path; from elsewhere: last
-    path = [str(ROOT), str(tmp_path / "site")] if how == "as a script" else [str(tmp_path / "site"), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env, timeout=100)
-    assert done.returncode == 0 and done.stdout == "real\n", done.stderr
+IDS = [1, 2, 3, 7, 8, 9, 5, 6]  # Tom has 3€ pens.
+RECORD = {"fixed_round": [0, 1, 2, 2, 2, 2, 0, 3], "rejected": [(0, 1, 4), (1, 2, 5), (1, 9, 5)]}
+
+
+def test_a_trace_ends_with_the_text_and_its_columns_stand_still():
+    tokenizer = pieces_tokenizer()
+    rounds = common.trace(tokenizer, IDS, RECORD)
+    texts = ["".join(text for text, _, _ in row) for row in rounds]
+    assert texts == ["Tom +  ··· pens·", "Tom has p· pens·", "Tom has 3€ pens·", "Tom has 3€ pens."]
+    assert texts[-1] == tokenizer.decode(IDS)
+    assert [text for text, _, _ in rounds[-1]] == ["Tom", " has", " 3", "", "", "€", " pens", "."]
+    assert rounds[0][:3] == [("Tom", 0, False), (" +  ", 0, True), ("··", None, False)]
+    broken = [1, 7, 8, 3]  # a character that never ends
+    (row,) = common.trace(tokenizer, broken, {"fixed_round": [0] * 4})
+    assert "".join(text for text, _, _ in row) == tokenizer.decode(broken)
+
+
+def test_a_trace_on_a_terminal_and_without_colours(capsys, monkeypatch):
+    rounds = common.trace(pieces_tokenizer(), [*IDS[:3], 10, 11], RECORD)
+    pauses = []
+    monkeypatch.setattr(common.time, "sleep", pauses.append)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    common.show_trace(rounds, 3)
+    plain = capsys.readouterr().out
+    assert plain.splitlines()[:2] == ["  round   1 | Tom +  ····", "   rejected |    ~~~~"]
+    assert plain.splitlines()[-1] == "  round   3 | Tom has 3⏎�" and not pauses
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    common.show_trace(rounds, 3)
+    coloured = capsys.readouterr().out.splitlines()
+    assert pauses == [1] * 3 and len(coloured) == 3
+    assert coloured[0].startswith("  round   1 | \033[38;5;") and "\033[7;9;38;5;" in coloured[0]
+    monkeypatch.setenv("NO_COLOR", "1")
+    common.show_trace(rounds, 3)
+    assert capsys.readouterr().out == plain
+    monkeypatch.setenv("NO_COLOR", "")
+    many = [[("a", number, False)] for number in range(40)]
+    common.show_trace(many, 0)
+    colours = {line.split("| ")[1] for line in capsys.readouterr().out.splitlines()}
+    assert len(colours) == 40, "a colour a round"
+
+
+def test_a_trace_as_a_picture():
+    rounds = common.trace(pieces_tokenizer(), [*IDS[:3], 10, 11], RECORD)
+    background, prompt, *lines = ElementTree.fromstring(common.trace_svg(rounds, "1 < 2 &\n\0?"))
+    assert background.tag.endswith("rect") and prompt.text == "1 < 2 &⏎�?"
+    texts = ["".join(line.itertext()) for line in lines]
+    assert texts == ["round   1 | Tom +  ····", "round   2 | Tom has p··", "round   3 | Tom has 3⏎�"]
+    struck = [span for span in lines[0] if span.get("text-decoration") == "line-through"]
+    assert [span.text for span in struck] == [" +  "]
+    many = ElementTree.fromstring(common.trace_svg([[("a", number, False)] for number in range(40)]))
+    colours = {line[0].get("fill") for line in many[1:]}
+    assert len(colours) == 40 and struck[0].get("fill") not in colours  # and no prompt, no line for it
+
+
+# ---------------------------------------------------------------------------------------------------- on CUDA
 
 
 @pytest.mark.gpu
@@ -610,16 +632,15 @@ def test_flex_equals_dense_forward_and_backward(name, dtype, tolerance):
     mask, results = dense(mask_mod, B, T, S, "cuda"), []
     block_mask = build_mask(mask_mod, B, T, S, "cuda")
     assert isinstance(block_mask, BlockMask)
-    leaves = [
-        torch.randn(B, H, n, 64, device="cuda", dtype=dtype, generator=generator) for H, n in ((4, T), (2, S), (2, S))
-    ]
+    place = dict(device="cuda", dtype=dtype, generator=generator)
+    leaves = [torch.randn(B, H, n, 64, **place) for H, n in ((4, T), (2, S), (2, S))]
     for form in (mask, block_mask):
         q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
         out = kernels.attention(q, k, v, form)
         out.float().pow(2).sum().backward()
         results.append([out, q.grad, k.grad, v.grad])
     for a, b in zip(*results):
-        assert (a - b).abs().max() <= tolerance * b.abs().max()
+        assert apart(a, b) <= tolerance * b.abs().max()
     assert not kernels.refused("flex_attention")
 
 
@@ -635,23 +656,14 @@ def test_compiled_training_on_flex_equals_the_plain_dense_walk():
         out.pow(2).sum().backward()
         results.append([out.detach(), *(p.grad.clone() for p in lm.parameters() if p.grad is not None)])
     for a, b in zip(*results):
-        assert (a - b).abs().max() <= 2e-3 * a.abs().max()
+        assert apart(a, b) <= 2e-3 * a.abs().max()
     assert not kernels.refused("torch.compile") and not kernels.refused("flex_attention")
 
 
 @pytest.mark.gpu
 def test_graph_replay_equals_the_plain_call():
     lm = tiny().to("cuda")
-    input_ids, positions = (x.to("cuda") for x in ids_and_positions(B=1, T=40))
     plain, graphed = Decoder(lm, 48, compiled=False), Decoder(lm, 48, compiled=True)
     plain.replay.pad = plain.replay.capture = False
-    start = 0
-    for T in (5, 1, 3, 8, 9, 11):
-        outs = []
-        for decoder in (plain, graphed):
-            ids, pos = input_ids[:, start : start + T], positions[:, start : start + T]
-            given = ids, pos, dense(causal(start), 1, T, start + T, "cuda"), decoder.kv_cache.scratch_idx(T)
-            outs.append(decoder(*given).clone())
-            decoder.kv_cache.commit(T)
-        assert (outs[0] - outs[1]).abs().max() < 1e-3
-        start += T
+    given = (*ids_and_positions(B=1, T=40), (5, 1, 3, 8, 9, 11))
+    assert apart(by_parts(plain, *given), by_parts(graphed, *given)) < 1e-3

@@ -27,10 +27,6 @@ def config(**kwargs):
     return d2f.Config(**(dict(mask_id=IDS["mask"], eos_id=IDS["eos"], device="cpu", dtype="float32") | kwargs))
 
 
-def case_ids(cases):
-    return [case["id"] for case in cases]
-
-
 _models = {}
 
 
@@ -81,42 +77,32 @@ def test_data(case):
     assert got == [(kept["ids"], kept["prompt_len"]) for kept in case["kept"]]
 
 
-def training_case(case):
-    """(cfg, inputs, tensors of the case) with the published draws replayed."""
-    t = {key.split("/")[-1]: value for key, value in TENSORS.items() if key.startswith(f"train/{case['id']}/")}
-    cfg = config(block_size=case["block_size"], shifted=META["shifted"][case["backbone"]],
-                 objective=case["objective"])  # fmt: skip
-    lengths = zip(t["input_ids"].tolist(), t["prompt_lens"].tolist())
-    batch = [{"prompt_ids": ids[:P], "answer_ids": ids[P:]} for ids, P in lengths]
-    draws = {key: t[key] for key in ("u_first", "u_increment", "u_token")}
-    return cfg, d2f.make_training_inputs(batch, draws, cfg), t
-
-
-@pytest.mark.parametrize("case", CASES["train"], ids=case_ids(CASES["train"]))
+@pytest.mark.parametrize("case", CASES["train"], ids=lambda case: case["id"])
 def test_training(case):
-    """Inputs, mask, logits, terms, both directions of the divergence, weighted and not, gradients."""
-    cfg, inputs, t = training_case(case)
+    """With the published draws: inputs, mask, logits, terms (also in chunks), both divergences, gradients."""
+    t = {key.split("/")[-1]: value for key, value in TENSORS.items() if key.startswith(f"train/{case['id']}/")}
     B, L = t["input_ids"].shape
-    shift = int(cfg.shifted)
+    shift = int(META["shifted"][case["backbone"]])
+    cfg = config(block_size=case["block_size"], shifted=bool(shift), objective=case["objective"])
+    rows = zip(t["input_ids"].tolist(), t["prompt_lens"].tolist())
+    inputs = d2f.make_training_inputs([{"prompt_ids": ids[:P], "answer_ids": ids[P:]} for ids, P in rows], t, cfg)
     assert torch.equal(inputs["input_ids"], t["noisy_ids"])
     is_masked = inputs["labels"] != -100
-    at_token = is_masked.roll(shift, 1)
-    assert torch.equal(at_token, t["masked"]) and at_token.sum() == case["n_masked"]
-    assert torch.equal(inputs["labels"][is_masked], t["input_ids"][t["masked"]])
+    assert torch.equal(is_masked, t["masked"]) and is_masked.sum() == case["n_masked"]
+    assert torch.equal(inputs["labels"][is_masked], t["input_ids"][is_masked])
     mask = dense(block_causal(cfg.block_size, inputs["prompt_lens"]), B, L, L)
     if "attention_mask" in t:
         assert torch.equal(mask[:, 0], t["attention_mask"])
 
     model = student(case["backbone"], case["adapter"] == "zero")
-    hidden = hidden_states(model, inputs["input_ids"], mask, project=d2f.adapted)
-    teacher_hidden = hidden_states(model, inputs["input_ids"], dense(full(), 1, L, L))
-    terms = d2f.token_distances(model.lm_head, hidden, teacher_hidden, inputs["labels"], cfg)
-    torch.testing.assert_close(terms.roll(shift, 1), t["token_ce"], rtol=1e-5, atol=1e-5)
-    assert terms.sum().item() / case["n_masked"] == pytest.approx(case["mean_ce_unweighted"], abs=1e-5)
+    hidden = hidden_states(model, inputs["input_ids"], mask, project=d2f.adapted).roll(shift, 1)
+    teacher_hidden = hidden_states(model, inputs["input_ids"], dense(full(), 1, L, L)).roll(shift, 1)
+    for chunk in (2048, 3):
+        terms = d2f.token_distances(model.lm_head, hidden, teacher_hidden, inputs["labels"], cfg, chunk)
+        torch.testing.assert_close(terms, t["token_ce"], rtol=1e-5, atol=1e-5)
     for key, rows in (("student_logits", hidden), ("teacher_logits", teacher_hidden)):
         if key in t:
-            logits = model.lm_head(rows)
-            torch.testing.assert_close(logits[:, : L - shift], t[key][:, shift:], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(model.lm_head(rows)[:, shift:], t[key][:, shift:], rtol=1e-4, atol=1e-4)
 
     flat = inputs | {"weights": is_masked / case["n_masked"]}
     assert d2f.training_loss(model, flat, cfg)[0].item() == pytest.approx(case["mean_ce_unweighted"], abs=1e-5)
@@ -133,7 +119,8 @@ def test_training(case):
     assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
     grads = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    lora = {d2f.as_llama(key.removeprefix("base_model.model.")).removesuffix(".weight"): want
+    prefix = "base_model.model."
+    lora = {d2f.as_llama(key.removeprefix(prefix)).removesuffix(".weight"): want
             for key, want in case["grad_norm_lora"].items()}  # fmt: skip
     assert set(grads) == {*lora, *case["grad_norm_full"]}
     for key, want in (lora | case["grad_norm_full"]).items():
@@ -144,35 +131,61 @@ def test_training(case):
         assert all((grads[name].norm() == 0) == name.endswith("lora_A") for name in lora)
 
 
-def decode_config(case):
-    """The published code rounds the budget down to whole blocks."""
-    names = ("tau_add", "tau_act", "tau_conf", "sampling_strategy", "temperature")
-    B = case["block_size"]
-    return config(**{name: case[name] for name in names}, max_new_tokens=case["max_new_tokens"] // B * B,
-                  decode_block_size=B, shifted=META["shifted"][case["backbone"]], top_p=case["top_p"] or 1.0)
+class Watched(d2f.Decoder):
+    """A Decoder that notes its calls. stale: commit what the pass before had written, with masks in its input."""
+
+    def __init__(self, model, room, stale=False):
+        super().__init__(model, room, project=d2f.adapted)
+        self.passes, self.outputs, self.stale = [], [], stale
+        self.keep, self.kv_cache.commit = self.kv_cache.commit, self.commit
+
+    def __call__(self, *args):
+        self.before = [[tensor.clone() for tensor in layer] for layer in self.kv_cache.layers if self.stale]
+        self.passes.append(dict(cache_len=self.kv_cache.cache_len, n_input=args[0].shape[1]))
+        self.outputs.append(super().__call__(*args).clone())
+        return self.outputs[-1]
+
+    def commit(self, n):
+        self.passes[-1]["n_commit"] = n
+        part = slice(self.kv_cache.cache_len, self.kv_cache.cache_len + n)
+        for layer, before in zip(self.kv_cache.layers, self.before if part.start else []):  # not of the prompt
+            for tensor, old in zip(layer, before):
+                tensor[:, :, part] = old[:, :, part]
+        self.keep(n)
 
 
-@pytest.mark.parametrize("case", CASES["decode"], ids=case_ids(CASES["decode"]))
+def fixed(record):
+    """The places that each round fixed."""
+    rounds = record["fixed_round"]
+    return [[i for i, number in enumerate(rounds) if number == one] for one in range(record["rounds"])]
+
+
+@pytest.mark.parametrize("case", CASES["decode"], ids=lambda case: case["id"])
 def test_decode(case):
-    P, B = len(case["prompt_ids"]), case["block_size"]
-    seq_ids, record = d2f.generate(student(case["backbone"]), torch.tensor([case["prompt_ids"]]), decode_config(case))
-    assert seq_ids[0].tolist() == case["prompt_ids"] + case["output_ids"]
-    assert record["forwards"] == record["rounds"] == case["n_forwards"] == len(record["passes"])
-    assert record["passes"] == case["trace"]
-    response, cached, places = {}, 0, []  # and the passes add up
-    for number, one in enumerate(record["passes"]):
-        assert one["cache_len"] == cached
-        committed = range(cached - P, cached - P + one["n_commit"])
-        assert one["n_commit"] == P if number == 0 else one["n_commit"] % B == 0
-        assert all(i in response for i in committed if i >= 0), "a mask was committed"
+    """Ids and every pass; the head is asked for masked places alone, and no mask is committed."""
+    P, B, rows = len(case["prompt_ids"]), case["block_size"], []
+    names = ("tau_add", "tau_act", "tau_conf", "sampling_strategy", "temperature")
+    budget = case["max_new_tokens"] // B * B  # the published code rounds down
+    cfg = config(**{name: case[name] for name in names}, max_new_tokens=budget, decode_block_size=B,
+                 shifted=META["shifted"][case["backbone"]], top_p=case["top_p"] or 1.0)  # fmt: skip
+    model = student(case["backbone"])
+    decoder = Watched(model, P + budget)
+    hook = model.lm_head.register_forward_hook(lambda _, args, out: rows.append(len(out)))
+    seq_ids, record = d2f.generate(model, torch.tensor([case["prompt_ids"]]), cfg, decoder)
+    hook.remove()
+    new = seq_ids[0, P:].tolist()
+    assert new == case["output_ids"] and seq_ids[0, :P].tolist() == case["prompt_ids"]
+    assert record["forwards"] == record["rounds"] == case["n_forwards"] == len(decoder.passes)
+    places = fixed(record)
+    trace = [one | {"revealed": [[i, new[i]] for i in found]} for one, found in zip(decoder.passes, places)]
+    assert trace == case["trace"]
+    assert all(places) and sorted(sum(places, [])) == list(range(len(new))), "each place is fixed once"
+    cached, done = 0, set()
+    for one, found, n in zip(decoder.passes, places, rows):
+        assert one["cache_len"] == cached and n == cached + one["n_input"] - P - len(done)
         cached += one["n_commit"]
-        assert (one["n_input"] + one["cache_len"] - P) % B == 0
-        assert one["revealed"], "a pass without a new token"
-        response |= {i: token for i, token in one["revealed"]}
-        places += [i for i, _ in one["revealed"]]
-        assert all(record["fixed_round"][i] == number for i, _ in one["revealed"])
-    assert sorted(places) == list(range(seq_ids.shape[1] - P)), "each place is fixed once"
-    assert [response[i] for i in range(len(response))] == seq_ids[0, P:].tolist()
+        assert (cached - P) % B == 0 and done >= {*range(cached - P)}, "a mask was committed"
+        done |= {*found}
 
 
 # ---------------------------------------------------------------------------------------------- noise and losses
@@ -188,23 +201,17 @@ def test_mask_is_the_rule_of_blocks_counted_from_the_prompts_end():
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_a_block_does_not_see_what_comes_behind_it(backbone):
-    """Nor does the prediction of the first token of a block see its block, where the backbone is shifted."""
-    model, P, B, L, b = student(backbone), 5, 4, 17, 1
-    shift = int(META["shifted"][backbone])
+    """Nor does the row before a block, which predicts its first token where the backbone is shifted."""
+    model, P, B, L = student(backbone), 5, 4, 17
     ids = torch.randint(0, 150, (1, L), generator=torch.Generator().manual_seed(0))
     mask = dense(block_causal(B, torch.tensor([P])), 1, L, L)
-
-    def predictions(ids):  # (L, V), each at the place that it predicts
-        return model.lm_head(hidden_states(model, ids, mask, project=d2f.adapted))[0].roll(shift, 0)
-
-    first = P + b * B
-    before = predictions(ids)
-    for i in range(first, L):
+    before = hidden_states(model, ids, mask, project=d2f.adapted)[0]
+    for i in range(P, L):
         changed = ids.clone()
         changed[0, i] = (ids[0, i] + 1) % 150
-        same = (predictions(changed) == before).all(dim=1)[1:]
-        end = first + (i - first) // B * B  # the first place of the changed token's block
-        assert same[: end - 1 + shift].all() and not same[end:].any()
+        same = (hidden_states(model, changed, mask, project=d2f.adapted)[0] == before).all(dim=1)
+        start = P + (i - P) // B * B  # of the changed token's block
+        assert same[:start].all() and not same[start:].any()
 
 
 def rows_of(lengths, seed=0):
@@ -215,7 +222,7 @@ def rows_of(lengths, seed=0):
 
 @pytest.mark.parametrize("schedule", ["monotone", "random"])
 def test_noise(schedule):
-    cfg = config(block_size=4, schedule=schedule, shifted=False)
+    cfg = config(block_size=4, schedule=schedule, max_len=33)
     batch = rows_of([(3, 30), (20, 13)] * 8)
     draws = d2f.draw_noise(batch, cfg, torch.Generator().manual_seed(0))
     p = d2f.mask_ratios(draws["u_first"], draws["u_increment"], cfg)
@@ -228,36 +235,20 @@ def test_noise(schedule):
         assert ids == [IDS["mask"] if m else c for m, c in zip(masked, clean)] and not any(masked[:P])
     assert 0.2 < is_masked[:, -10:].float().mean() < 0.7
     assert torch.equal(inputs["weights"] > 0, is_masked)
-    flat = d2f.make_training_inputs(batch, draws, dataclasses.replace(cfg, weighted=False))
+    flat = d2f.make_training_inputs(batch, draws, dataclasses.replace(cfg, objective="reverse"))
     assert flat["weights"].sum().item() == pytest.approx(1) and len(flat["weights"].unique()) == 2
     again = d2f.draw_noise(batch, cfg, torch.Generator().manual_seed(0))
     assert all(torch.equal(again[key], draws[key]) for key in draws)
 
 
 def test_nothing_masked_gives_a_zero_loss_and_zero_gradients():
-    cfg, model = config(block_size=4), student("llada").requires_grad_(True)
+    cfg, model = config(block_size=4, max_len=9), student("llada").requires_grad_(True)
     batch = rows_of([(3, 6), (4, 5)])
     draws = d2f.draw_noise(batch, cfg, None) | {"u_token": torch.ones(2, 9)}
     loss, _ = d2f.training_loss(model, d2f.make_training_inputs(batch, draws, cfg), cfg)
     loss.backward()
     assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
     model.zero_grad()
-
-
-@pytest.mark.parametrize("objective", ["soft", "reverse", "hard"])
-def test_chunks_change_neither_loss_nor_gradients(objective):
-    cfg, model = config(block_size=4, objective=objective), student("dream").requires_grad_(True)
-    batch = rows_of([(3, 14), (6, 11)])
-    inputs = d2f.make_training_inputs(batch, d2f.draw_noise(batch, cfg, torch.Generator().manual_seed(3)), cfg)
-    mask = dense(block_causal(4, inputs["prompt_lens"]), 2, 17, 17)
-    hidden = hidden_states(model, inputs["input_ids"], mask, project=d2f.adapted)
-    teacher_hidden = hidden_states(model, inputs["input_ids"], dense(full(), 1, 17, 17)).detach()
-    args = (model.lm_head, hidden, teacher_hidden, inputs["labels"], cfg)
-    whole, parts = (d2f.token_distances(*args, chunk=chunk) for chunk in (2048, 3))
-    torch.testing.assert_close(whole, parts)
-    params = list(model.parameters())
-    for a, b in zip(*(torch.autograd.grad(x.sum(), params, retain_graph=True) for x in (whole, parts))):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ decoding
@@ -273,72 +264,23 @@ def random_model(seed=0, **kwargs):
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-def uncached(model, prompt_ids, cfg):
-    """The decoding rule once more, from the specification, with all recomputed in every pass and no cache."""
-    P, B, M = prompt_ids.shape[1], cfg.decode_block_size, cfg.mask_id
-    x, is_full, stop, all_logits = prompt_ids[0].tolist(), [], False, []
-    while True:
-        blocks = [x[i : i + B] for i in range(P, len(x), B)]
-        progress = [1.0] + [(B - block.count(M)) / B for block in blocks]
-        if len(blocks) < cfg.max_new_tokens // B and not stop and progress[-1] >= cfg.tau_add:
-            x, blocks, is_full = x + [M] * B, blocks + [[M] * B], is_full + [False]
-        is_full = [flag or progress[b] >= cfg.tau_act for b, flag in enumerate(is_full)]
-        if M not in x[P:]:
-            return x, all_logits
-        mask = dense(block_causal(B, torch.tensor([P])), 1, len(x), len(x))
-        logits = model.lm_head(hidden_states(model, torch.tensor([x]), mask, project=d2f.adapted))[0]
-        all_logits.append(logits)
-        probs = (logits.roll(1, 0) if cfg.shifted else logits).index_fill(1, torch.tensor(M), -torch.inf).softmax(-1)
-        for b, block in enumerate(blocks):
-            masked = [P + b * B + i for i, token in enumerate(block) if token == M]
-            chosen = [i for i in masked if probs[i].max().item() > cfg.tau_conf]
-            if masked and not chosen and is_full[b]:
-                chosen = [max(masked, key=lambda i: probs[i].max().item())]
-            for i in chosen:
-                x[i] = probs[i].argmax().item()
-                stop = stop or x[i] == cfg.eos_id
-
-
-class Watched(d2f.Decoder):
-    """A Decoder that keeps what it returned. stale: commit what the pass before had written, masks in its input."""
-
-    def __init__(self, model, room, stale=False):
-        super().__init__(model, room, project=d2f.adapted)
-        self.outputs, commit, cache = [], self.kv_cache.commit, self.kv_cache
-
-        def stale_commit(n):
-            part = slice(cache.cache_len, cache.cache_len + n)
-            for layer, before in zip(cache.layers, self.before):
-                for tensor, old in zip(layer, before):
-                    if cache.cache_len:  # not the prompt
-                        tensor[:, :, part] = old[:, :, part]
-            commit(n)
-
-        if stale:
-            cache.commit = stale_commit
-
-    def __call__(self, *args):
-        self.before = [[tensor.clone() for tensor in layer] for layer in self.kv_cache.layers]
-        self.outputs.append(super().__call__(*args).clone())
-        return self.outputs[-1]
-
-
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("tau_add, tau_act, tau_conf", [(0.1, 0.95, 0.9), (0.5, 0.5, 0.7), (0, 0.25, 0.3)])
 def test_cached_equals_uncached_and_a_stale_commit_does_not(backbone, tau_add, tau_act, tau_conf):
     model, errors = student(backbone), []
     cfg = config(tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf, decode_block_size=4, max_new_tokens=24,
                  shifted=META["shifted"][backbone], eos_id=None)  # fmt: skip
-    want, want_logits = uncached(model, PROMPT, cfg)
     for stale in (False, True):
-        decoder = Watched(model, 29, stale)
+        decoder, gaps = Watched(model, 29, stale), []
         seq_ids, record = d2f.generate(model, PROMPT, cfg, decoder)
-        outputs = [model.lm_head(hidden)[0] for hidden in decoder.outputs]
-        gaps = [(out - logits[one["cache_len"] :]).abs().max().item()
-                for out, one, logits in zip(outputs, record["passes"], want_logits)
-                if len(out) == len(logits) - one["cache_len"]]  # fmt: skip
+        for number, (one, hidden) in enumerate(zip(decoder.passes, decoder.outputs)):
+            n = one["cache_len"] + one["n_input"]
+            is_masked = torch.tensor([-1] * 5 + record["fixed_round"])[:n] >= number
+            mask = dense(block_causal(4, torch.tensor([5])), 1, n, n)
+            ids = seq_ids[:, :n].masked_fill(is_masked, cfg.mask_id)
+            want = hidden_states(model, ids, mask, project=d2f.adapted)[:, one["cache_len"] :]
+            gaps.append((hidden - want).abs().max().item())
         errors.append(max(gaps))
-        assert stale or (seq_ids[0].tolist() == want and len(gaps) == len(want_logits) == record["forwards"])
     assert errors[0] < 1e-4 and errors[1] > 1e-2
 
 
@@ -360,25 +302,15 @@ def test_limits_of_the_thresholds():
     model = random_model()
     cfg = config(decode_block_size=4, max_new_tokens=10, eos_id=None, tau_conf=1.0, tau_add=1.0)
     _, record = d2f.generate(model, PROMPT, cfg)
-    assert record["forwards"] == 12 and all(len(one["revealed"]) == 1 for one in record["passes"])
-    order = [one["revealed"][0][0] // 4 for one in record["passes"]]
-    assert order == sorted(order), "block after block"
+    assert [len(places) for places in fixed(record)] == [1] * 12
+    assert [places[0] // 4 for places in fixed(record)] == [0] * 4 + [1] * 4 + [2] * 4, "block after block"
     _, record = d2f.generate(model, PROMPT, dataclasses.replace(cfg, decode_block_size=1, max_new_tokens=6))
-    assert [one["revealed"][0][0] for one in record["passes"]] == list(range(6)), "blocks of one: left to right"
+    assert record["fixed_round"] == list(range(6)), "blocks of one: left to right"
     _, record = d2f.generate(model, PROMPT, dataclasses.replace(cfg, tau_conf=-1.0, tau_add=0.0))
-    assert [len(one["revealed"]) for one in record["passes"]] == [4, 4, 4], "all at once, one unfinished block a time"
+    assert record["fixed_round"] == [0] * 4 + [1] * 4 + [2] * 4, "all at once, one unfinished block a time"
     for name in ("tau_add", "tau_act"):
         with pytest.raises(ValueError, match="at most 1"):
             d2f.generate(model, PROMPT, dataclasses.replace(cfg, **{name: 1.1}))
-
-
-@pytest.mark.parametrize("run", [d2f.generate, d2f.generate_vanilla])
-@pytest.mark.parametrize("B, wanted, written", [(32, 20, 32), (4, 10, 12), (4, 12, 12), (1, 3, 3)])
-def test_at_least_max_new_tokens_are_written(run, B, wanted, written):
-    cfg = config(decode_block_size=B, max_new_tokens=wanted, eos_id=None)
-    seq_ids, record = run(random_model(), PROMPT, cfg)
-    assert seq_ids.shape[1] == 5 + written == 5 + len(record["fixed_round"]) and torch.equal(seq_ids[:, :5], PROMPT)
-    assert sorted(set(record["fixed_round"])) == list(range(record["rounds"]))
 
 
 DECODING = """max_new_tokens decode_block_size tau_add tau_act tau_conf temperature top_p top_k sampling_strategy
@@ -398,18 +330,15 @@ def test_a_list_of_eos_ids_ends_at_each_and_none_at_no_token():
     model = random_model()
     cfg = config(decode_block_size=4, max_new_tokens=40, eos_id=None, tau_conf=0.2)
     free, record = d2f.generate(model, PROMPT, cfg)
-    assert free.shape[1] == 45 and len(d2f.trim(free[0, 5:], cfg)) == 40
+    assert free.shape[1] == 45
     for eos_id in (free[0, 9].item(), [159, free[0, 14].item()], [free[0, 30].item(), free[0, 14].item()]):
-        cfg.eos_id = eos_id
-        ends = torch.tensor([eos_id]).flatten()
-        first = next(number for number, one in enumerate(record["passes"])
-                     if any(token in ends for _, token in one["revealed"]))  # fmt: skip
-        seq_ids, got = d2f.generate(model, PROMPT, cfg)
-        assert got["passes"][: first + 1] == record["passes"][: first + 1]
-        before = record["passes"][first]
-        assert seq_ids.shape[1] == before["cache_len"] + before["n_input"], "no block is appended after it"
-        text = d2f.trim(seq_ids[0, 5:], cfg)
-        assert text[-1] in ends and not any(token in ends for token in text[:-1])
+        ends = torch.tensor([eos_id]).flatten().tolist()
+        first = min(number for number, token in zip(record["fixed_round"], free[0, 5:].tolist()) if token in ends)
+        decoder = Watched(model, 45)
+        seq_ids, got = d2f.generate(model, PROMPT, dataclasses.replace(cfg, eos_id=eos_id), decoder)
+        assert fixed(got)[: first + 1] == fixed(record)[: first + 1]
+        one = decoder.passes[first]
+        assert seq_ids.shape[1] == one["cache_len"] + one["n_input"], "no block is appended after it"
 
 
 def test_select_semi_active_blocks_take_only_what_is_confident():
@@ -424,13 +353,14 @@ def test_select_semi_active_blocks_take_only_what_is_confident():
 def test_neither_the_mask_nor_a_row_without_a_token_is_ever_written(run):
     model = random_model()
     model.lm_head.register_forward_hook(lambda _, args, out: out.index_fill(-1, torch.tensor([155, 159]), 50.0))
-    cfg = config(decode_block_size=4, max_new_tokens=12, mask_id=155, eos_id=None, tau_conf=0.05, vocab_len=158)
+    cfg = config(decode_block_size=4, max_new_tokens=10, mask_id=155, eos_id=None, tau_conf=0.05, vocab_len=158)
     prompt_ids = torch.tensor([[7, 155, 9, 2, 2]])  # a prompt may hold the mask token
     for temperature in (0.0, 1.0):
         cfg.temperature = temperature
         seq_ids, record = run(model, prompt_ids, cfg, None, torch.Generator().manual_seed(0))
         new = seq_ids[0, 5:]
         assert torch.equal(seq_ids[:, :5], prompt_ids)
+        assert sorted(set(record["fixed_round"])) == list(range(record["rounds"]))
         assert len(new) == 12 and (new < 158).all() and (new != 155).all() and record["forwards"] == record["rounds"]
 
 
@@ -447,13 +377,8 @@ def test_temperature_draws_from_the_tempered_softmax_and_zero_is_argmax():
     four = torch.tensor([[0.0, 0.0, 0.0, 0.0, 9.0]])  # mass before them: 0, 0.25, 0.5, 0.75
     for top_p, kept in ((0.2, 1), (0.25, 2), (0.5, 3), (0.75, 4)):
         assert d2f.propose(four, config(mask_id=4, top_p=top_p), None)[1].item() == pytest.approx(1 / kept)
-    model, texts = random_model(initializer_range=0.02), {}
-    for temperature, seed in ((0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)):
-        cfg = config(decode_block_size=4, max_new_tokens=12, eos_id=None, temperature=temperature)
-        runs = [d2f.generate(model, PROMPT, cfg, None, torch.Generator().manual_seed(seed))[0].tolist() for _ in "ab"]
-        assert runs[0] == runs[1]
-        texts[temperature, seed] = runs[0]
-    assert texts[0.0, 1] == texts[0.0, 2] and texts[1.0, 1] != texts[1.0, 2]
+    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(d2f.propose(logits, config(mask_id=4), None)[0], logits[:, :4].argmax(-1)), "nothing is drawn"
 
 
 def test_vanilla_is_the_teacher_with_full_attention_and_without_the_adapter():
@@ -482,27 +407,12 @@ def test_one_decoder_for_many_prompts():
             d2f.generate(model, prompt, cfg)
 
 
-def test_layers_run_on_uncached_rows_and_the_head_on_masked_ones():
-    for backbone in BACKBONES:
-        model, rows = student(backbone), []
-        cfg = config(decode_block_size=4, max_new_tokens=24, shifted=META["shifted"][backbone], eos_id=None)
-        hook = model.lm_head.register_forward_hook(lambda _, args, out: rows.append(len(out)))
-        _, record = d2f.generate(model, PROMPT, cfg, decoder := Watched(model, 29))
-        hook.remove()
-        left, total = [], 0
-        for one in record["passes"]:
-            total = one["cache_len"] + one["n_input"] - 5
-            left.append(total - sum(len(earlier["revealed"]) for earlier in record["passes"][: len(left)]))
-        assert rows == left
-        assert [out.shape[1] for out in decoder.outputs] == [one["n_input"] for one in record["passes"]]
-
-
 # ---------------------------------------------------------------------------------------------- LoRA and layouts
 
 
 def new_student(**kwargs):
     model = random_model()
-    return d2f.attach_adapter(model, config(lora_rank=4, **kwargs), {})
+    return d2f.attach_adapter(model, config(lora_rank=4, **kwargs))
 
 
 def test_a_new_adapter_changes_nothing_and_its_first_gradient_is_that_of_b():
@@ -517,30 +427,22 @@ def test_a_new_adapter_changes_nothing_and_its_first_gradient_is_that_of_b():
     hidden.square().sum().backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name)
-
-
-def test_a_model_without_weights_gets_its_adapter_where_its_weights_are():
-    """Of a process that is sent its part: the same parameters, trained and frozen alike."""
-    real, meta = new_student(), None
-    with torch.device("meta"):
-        meta = LlamaForCausalLM(real.config)
-    d2f.attach_adapter(meta, config(lora_rank=4), {})
-    assert all(p.is_meta for p in meta.parameters())
-    names = [[(name, p.shape, p.requires_grad) for name, p in m.named_parameters()] for m in (real, meta)]
-    assert names[0] == names[1]
+    with torch.device("meta"):  # a process that is sent its part of the weights: the same parameters
+        meta = LlamaForCausalLM(model.config)
+    d2f.attach_adapter(meta, config(lora_rank=4))
+    both = [[(name, p.shape, p.requires_grad) for name, p in m.named_parameters()] for m in (model, meta)]
+    assert both[0] == both[1] and all(p.is_meta for p in meta.parameters())
 
 
 def test_dropout_is_the_students_alone():
-    model = new_student(lora_dropout=0.5)
+    model, mask = new_student(lora_dropout=0.5), dense(full(), 1, 5, 5)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_()
-    model.train()
-    mask = dense(full(), 1, 5, 5)
-    assert torch.equal(*(hidden_states(model, PROMPT, mask) for _ in range(2)))
-    assert not torch.equal(*(hidden_states(model, PROMPT, mask, project=d2f.adapted) for _ in range(2)))
-    model.train(False)
-    assert torch.equal(*(hidden_states(model, PROMPT, mask, project=d2f.adapted) for _ in range(2)))
+    for training, project, same in ((True, d2f.common.own_projection, True), (True, d2f.adapted, False),
+                                    (False, d2f.adapted, True)):  # fmt: skip
+        model.train(training)
+        assert torch.equal(*(hidden_states(model, PROMPT, mask, project=project) for _ in "ab")) == same
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -557,21 +459,17 @@ def test_merged_equals_unmerged(backbone):
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def copy_adapter(source, target, change=lambda config, tensors: None):
-    """A changed copy of an adapter folder; change(config, tensors) works in place."""
-    shutil.copytree(source, target)
-    config = json.loads((target / "adapter_config.json").read_text())
-    tensors = load_file(target / "adapter_model.safetensors")
-    change(config, tensors)
-    (target / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, target / "adapter_model.safetensors")
-    return str(target)
-
-
 def attach_copy(tmp_path, change):
-    cfg = config()
-    name = copy_adapter(FOLDER / META["adapter_dir"]["dream"], tmp_path / "adapter", change)
-    return d2f.attach_adapter(load_backbone(FOLDER / META["model_dir"]["dream"]), cfg, d2f.read_adapter(name, cfg)), cfg
+    """(model, cfg) with a changed copy of Dream's adapter; change(config, tensors) works in place."""
+    folder, cfg = tmp_path / "adapter", config()
+    shutil.copytree(FOLDER / META["adapter_dir"]["dream"], folder)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(fields, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    model = load_backbone(FOLDER / META["model_dir"]["dream"])
+    return d2f.attach_adapter(model, cfg, d2f.read_adapter(str(folder), cfg)), cfg
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
@@ -582,37 +480,31 @@ def test_rank_stabilised_scale_and_initialisations_that_leave_the_base(init, tmp
     assert model.model.layers[0].self_attn.q_proj.lora_scale == pytest.approx(scale)
 
 
-KEY = "base_model.model.model.layers.0."
-CHANGES = {
-    "use_dora": lambda config, tensors: config.update(use_dora=True),
-    "peft_type": lambda config, tensors: config.update(peft_type="LOHA"),
-    "bias": lambda config, tensors: config.update(bias="all"),
-    "rank_pattern": lambda config, tensors: config.update(rank_pattern={"q_proj": 4}),
-    "alpha_pattern": lambda config, tensors: config.update(alpha_pattern={"q_proj": 4}),
-    "modules_to_save": lambda config, tensors: config.update(modules_to_save=["lm_head"]),
-    "layers_to_transform": lambda config, tensors: config.update(layers_to_transform=[0]),
-    "a_new_variant": lambda config, tensors: config.update(a_new_variant={"x": 1}),
-    "init_lora_weights": lambda config, tensors: config.update(init_lora_weights="pissa_niter_4"),
-    "target_modules": lambda config, tensors: config["target_modules"].append("up_proj"),
-    "see target_modules": lambda config, tensors: config["target_modules"].remove("k_proj"),
-    "mlp.up_proj": lambda config, tensors: tensors.update({f"{KEY}mlp.up_proj.lora_A.weight": torch.zeros(8, 64)}),
-    "on q_proj": lambda config, tensors: tensors.clear(),
+KEY = "base_model.model.model.layers.0.self_attn."
+SETTINGS = dict(use_dora=True, peft_type="LOHA", bias="all", rank_pattern={"q_proj": 4}, alpha_pattern={"q_proj": 4},
+                modules_to_save=["lm_head"], layers_to_transform=[0], a_new_variant={"x": 1}, r=0,
+                init_lora_weights="pissa_niter_4", target_modules=["q_proj", "v_proj", "o_proj"])  # fmt: skip
+CHANGES = {f"see {key}$": lambda config, tensors, one={key: x}: config.update(one) for key, x in SETTINGS.items()}
+CHANGES |= {
+    "see target_modules": lambda config, tensors: config["target_modules"].append("up_proj"),
+    "up_proj": lambda config, tensors: tensors.update({f"{KEY}up_proj.lora_A.weight": torch.zeros(8, 64)}),
+    "does not fit": lambda config, tensors: tensors.clear(),
     "'r'": lambda config, tensors: config.pop("r"),
     "see model.layers.": lambda config, tensors: config.update(r=config["r"] * 2),
-    "layers.0.self_attn.q_proj": lambda config, tensors: tensors.pop(f"{KEY}self_attn.q_proj.lora_B.weight"),
+    "layers.0.self_attn.q_proj": lambda config, tensors: tensors.pop(f"{KEY}q_proj.lora_B.weight"),
     "layers.9.self_attn.q_proj": lambda config, tensors: tensors.update(
-        {f"{KEY}self_attn.q_proj.lora_{X}.weight".replace(".0.", ".9."): torch.zeros(8, 8) for X in "AB"}),
+        {f"{KEY}q_proj.lora_{X}.weight".replace(".0.", ".9."): torch.zeros(8, 8) for X in "AB"}),
     "layers.0.self_attn.k_proj": lambda config, tensors: tensors.update(
-        {f"{KEY}self_attn.k_proj.lora_A.weight": torch.zeros(8, 63)}),
+        {f"{KEY}k_proj.lora_A.weight": torch.zeros(8, 63)}),
     "layers.1.self_attn.v_proj": lambda config, tensors: [
-        tensors.pop(f"{KEY}self_attn.v_proj.lora_{X}.weight".replace(".0.", ".1.")) for X in "AB"],
+        tensors.pop(f"{KEY}v_proj.lora_{X}.weight".replace(".0.", ".1.")) for X in "AB"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("word", CHANGES)
-def test_other_adapters_are_refused_in_one_line(word, tmp_path):
-    with pytest.raises(ValueError, match=word) as error:
-        attach_copy(tmp_path, CHANGES[word])
+@pytest.mark.parametrize("words", CHANGES)
+def test_other_adapters_are_refused_in_one_line(words, tmp_path):
+    with pytest.raises(ValueError, match=words) as error:
+        attach_copy(tmp_path, CHANGES[words])
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cannot load adapter"):
         d2f.read_adapter(str(tmp_path / "nothing"), config())
@@ -652,7 +544,7 @@ def native_folder(backbone, folder, shards=1, **changes):
         (folder / "model.safetensors").unlink()
         weight_map = {key: f"model-{i % shards}.safetensors" for i, key in enumerate(tensors)}
         for file in set(weight_map.values()):
-            part = {key: t for key, t in tensors.items() if weight_map[key] == file}
+            part = {key: x for key, x in tensors.items() if weight_map[key] == file}
             save_file(part, folder / file, {"format": "pt"})
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     tokenizer_files(folder, is_dream)
@@ -665,15 +557,14 @@ def test_native_checkpoints_load_bit_for_bit_without_remote_code(backbone, shard
     cfg = config(mask_id=None, eos_id=None)
     name = native_folder(backbone, tmp_path / "native", shards)
     model, _ = d2f.load_student(name, cfg)
+    assert cfg.eot_id == (IDS["eot_llada"] if backbone == "llada" else None)
+    assert (cfg.mask_id, cfg.eos_id, cfg.shifted) == (IDS["mask"], IDS["eos"], META["shifted"][backbone])
     want = load_backbone(FOLDER / META["model_dir"][backbone])
     weights = {key: tensor for key, tensor in model.state_dict().items() if "lora" not in key}
     wanted = want.state_dict()
     assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     for key in ("model_type", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act", "vocab_size"):
         assert getattr(model.config, key) == getattr(want.config, key), key
-    assert (cfg.mask_id, cfg.eos_id, cfg.shifted) == (IDS["mask"], IDS["eos"], META["shifted"][backbone])
-    mask = dense(full(), 1, 5, 5)
-    assert torch.equal(hidden_states(model, PROMPT, mask), hidden_states(want, PROMPT, mask))
     assert all(p.is_meta for p in d2f.from_pretrained(name, torch.float32, meta=True).parameters())
 
 
@@ -704,12 +595,10 @@ def test_llada_config_details(tmp_path):
 
     assert config_of("a", embedding_size=None, vocab_size=170).vocab_size == 170
     assert config_of("b", embedding_size=192).vocab_size == 192
-    heads = config_of("c", n_kv_heads=None)
+    heads = config_of("c", n_kv_heads=None, rope_theta=123.0)
     assert heads.num_key_value_heads == heads.num_attention_heads
-    large = config_of("d", vocab_size=126464, rope_theta=123.0)
-    assert large.eot_token_id == 126348 and large.rope_parameters["rope_theta"] == 123.0
-    small = config_of("e")
-    assert small.eot_token_id is None and small.pad_token_id is None and small.shifted_logits is False
+    assert heads.rope_parameters["rope_theta"] == 123.0
+    assert heads.pad_token_id is None and heads.shifted_logits is False
 
 
 # ------------------------------------------------------------------------------------------------ what a run writes
@@ -723,13 +612,10 @@ def report(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-SHORT = ["--steps", 3, "--batch_size", 4, "--problems", 2]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("d2f") / "run"
-    assert run("--train", *SHORT, "--lr", 0.1, "--out", out) == 0
+    assert run("--train", "--steps", 3, "--batch_size", 4, "--lr", 0.1, "--out", out) == 0
     return out
 
 
@@ -740,16 +626,14 @@ def texts(folder):
     return [d2f.generate(model, torch.tensor([ids]), cfg)[0].tolist() for ids in prompts]
 
 
-def test_train_and_generate(tmp_path, capsys):
-    flags = ["--train", "--generate", "--trace", *SHORT, "--decode_block_size", 7]
-    assert run(*flags, "--out", tmp_path / "run") == 0
+def test_what_is_compared(trained, capsys):
+    """With plain AR of tests/tiny; without a baseline the teacher stands in its place."""
+    assert run("--generate", "--out", trained, "--problems", 2, "--decode_block_size", 7) == 0
     rows = report(capsys)["rows"]
     assert [row["label"] for row in rows] == ["plain AR", "teacher, no cache", "d2f"]
     assert rows[1]["forwards"] == 2 * 28 and all(row["new_tokens"] <= 2 * 24 for row in rows)
-    assert run("--generate", "--model", tmp_path / "run", "--baseline", "", "--prompt", "Tom has 3 pens") == 0
-    text = capsys.readouterr().out
-    assert "no plain AR" in text
-    rows = json.loads(text.splitlines()[-1])["rows"]
+    assert run("--generate", "--model", trained, "--baseline", "", "--prompt", "Tom has 3 pens") == 0
+    rows = report(capsys)["rows"]
     assert [row["label"] for row in rows] == ["teacher, no cache", "d2f"] and rows[0]["x_ar"] == 1
 
 
@@ -771,18 +655,15 @@ def test_a_trained_folder_is_its_base_with_lora_tensors_beside(trained):
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_native_checkpoint_with_released_adapter_from_the_command_line(backbone, tmp_path, capsys):
-    """Decode, train on from the adapter, save in Llama's or Qwen2's shape, resume."""
+def test_native_checkpoint_with_released_adapter_from_the_command_line(backbone, tmp_path):
+    """Train on from the adapter, save in Llama's or Qwen2's shape, decode, resume."""
     name, adapter = native_folder(backbone, tmp_path / "native"), FOLDER / META["adapter_dir"][backbone]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": "a b w1 w2", "response": "c w3"}) + "\n" for _ in range(8)))
-    flags = ["--model", name, "--adapter", adapter, "--max_len", 40, "--max_new_tokens", 16, "--decode_block_size", 8,
-             "--block_size", 8, "--problems", 2, "--data", data, "--test", data, "--batch_size", 2,
-             "--accumulation", 1]  # fmt: skip
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(json.dumps({"prompt": "a b w1 w2", "response": "c w3"}))
+    flags = ["--model", name, "--adapter", adapter, "--data", data, "--max_new_tokens", 16]
     assert run("--generate", *flags) == 0
-    assert report(capsys)["rows"][-1]["forwards"] > 0
-    out = tmp_path / "out"
-    assert run("--train", "--generate", *flags, "--steps", 2, "--lr", 1e-2, "--out", out) == 0
+    few = ["--steps", 2, "--batch_size", 2, "--accumulation", 1, "--max_len", 40, "--lr", 1e-2]
+    assert run("--train", "--generate", *flags, "--test", data, *few, "--out", out) == 0
     tensors, want = load_file(out / "model.safetensors"), load_backbone(FOLDER / META["model_dir"][backbone])
     assert all(torch.equal(tensors[key], tensor) for key, tensor in want.state_dict().items())
     cfg = config()

@@ -1,7 +1,6 @@
 """Fast-dLLM v2: the reference vectors, and what must hold for any model and any setting."""
 
 import collections
-import dataclasses
 import json
 import shutil
 import types
@@ -102,49 +101,45 @@ def test_forwards_equal_the_published_implementation(model):
 
 @named(CASES["training"])
 def test_training_step_equals_the_published_implementation(model, case):
+    """Published: a row [noisy | clean] of 2 L for each view; here both views share one clean copy."""
     tensor = {key.split("/", 2)[2]: value for key, value in TENSORS.items() if key.startswith(f"train/{case['name']}/")}
-    cfg = Config(**PLAIN, block_size=case["block_size"], shared_clean=False)
+    cfg = Config(**PLAIN, block_size=case["block_size"])
     rows = zip(tensor["input_ids"].tolist(), tensor["labels"].tolist())
     batch = [{"input_ids": ids, "labels": labels} for ids, labels in rows]
-    draws = {"t": tensor["t"], "u": tensor["u"]}
-    inputs = make_training_inputs(batch, draws, cfg)
+    inputs = make_training_inputs(batch, {"t": tensor["t"], "u": tensor["u"]}, cfg)
     B, L = tensor["input_ids"].shape
-    assert torch.equal(inputs["input_ids"], tensor["model_input_ids"])
-    assert torch.equal(inputs["labels"][:, 0], tensor["view_labels"])
-    assert torch.equal(inputs["labels"][:B, 0] != -100, tensor["masked_first_view"])
-    assert (inputs["position_ids"] == torch.arange(L).repeat(2)).all()
+
+    def views_first(x):  # (B, 2, ...) -> (2 B, ...): as published, all first views before all second ones
+        return x.transpose(0, 1).flatten(0, 1)
+
+    copies = inputs["input_ids"].view(B, 3, L)
+    rows = torch.cat([views_first(copies[:, :2]), copies[:, 2].repeat(2, 1)], dim=1)
+    assert torch.equal(rows, tensor["model_input_ids"])
+    assert torch.equal(views_first(inputs["labels"]), tensor["view_labels"])
+    assert torch.equal(inputs["labels"][:, 0] != -100, tensor["masked_first_view"])
+    assert (inputs["position_ids"] == torch.arange(L).repeat(3)).all()
     assert (tensor["labels"] != -100).sum() == case["n_labelled"]
 
-    nll = training_loss(model, inputs, cfg)[1]["nll"][:, 0]
-    assert (nll - tensor["per_token_ce"]).abs().max() < 1e-4
-    for view, (total, count) in enumerate(zip(case["loss_sum_per_view"], case["n_scored_per_view"])):
-        rows = slice(view * B, (view + 1) * B)
-        assert nll[rows].sum().item() == pytest.approx(total, abs=1e-4, rel=1e-6)
-        assert (inputs["labels"][rows, 0, 1:] != -100).sum() == count
+    loss, logs = training_loss(model, inputs, cfg)
+    assert (views_first(logs["nll"]) - tensor["per_token_ce"]).abs().max() < 1e-4
+    assert logs["nll"].sum((0, 2)).tolist() == pytest.approx(case["loss_sum_per_view"], abs=1e-4, rel=1e-6)
+    assert logs["nll"].sum().item() == pytest.approx(case["loss_sum"], abs=1e-4, rel=1e-6)
+    assert (inputs["labels"][:, :, 1:] != -100).sum((0, 2)).tolist() == case["n_scored_per_view"]
     if "logits" in tensor:
-        mask = dense(noisy_clean(L, cfg.block_size), 1, 2 * L, 2 * L)
-        hidden = walk(model, inputs["input_ids"], inputs["position_ids"], mask)
-        assert (model.lm_head(hidden[:, :L]) - tensor["logits"]).abs().max() < 2e-4
-
+        assert (views_first(noisy_logits(model, inputs, cfg)[0]) - tensor["logits"]).abs().max() < 2e-4
+    assert loss.item() == pytest.approx(case["loss_trainer"], abs=1e-5)
+    scale = case["n_labelled"] / case["n_scored"]  # the vectors' gradients are of the mean over scored tokens
+    assert loss.item() * scale == pytest.approx(case["loss_mean"], abs=1e-5)
+    model.zero_grad()
+    loss.backward()
     params = dict(model.named_parameters())
-    for shared_clean in (False, True):  # one clean copy for both views: other rows, the same loss and gradients
-        inputs = make_training_inputs(batch, draws, dataclasses.replace(cfg, shared_clean=shared_clean))
-        assert inputs["input_ids"].shape == ((B, 3 * L) if shared_clean else (2 * B, 2 * L))
-        model.zero_grad()
-        loss, logs = training_loss(model, inputs, cfg)
-        loss.backward()
-        assert logs["nll"].sum().item() == pytest.approx(case["loss_sum"], abs=1e-4, rel=1e-6)
-        assert (inputs["labels"][:, :, 1:] != -100).sum() == case["n_scored"]
-        assert loss.item() == pytest.approx(case["loss_trainer"], abs=1e-5)
-        scale = case["n_labelled"] / case["n_scored"]  # the vectors' gradients are of the mean over scored tokens
-        assert loss.item() * scale == pytest.approx(case["loss_mean"], abs=1e-5)
-        for name, norm in case["grad_norms"].items():
-            assert params[name].grad.norm().item() * scale == pytest.approx(norm, rel=1e-4), name
-        total = sum(p.grad.norm() ** 2 for p in params.values()).sqrt().item()
-        assert total * scale == pytest.approx(case["grad_norm_total"], rel=1e-4)
-        for key, grad in tensor.items():
-            if key.startswith("grad/"):
-                assert (params[key[5:]].grad * scale - grad).abs().max() < 1e-4 * max(1, grad.abs().max()), key
+    for name, norm in case["grad_norms"].items():
+        assert params[name].grad.norm().item() * scale == pytest.approx(norm, rel=1e-4), name
+    total = sum(p.grad.norm() ** 2 for p in params.values()).sqrt().item()
+    assert total * scale == pytest.approx(case["grad_norm_total"], rel=1e-4)
+    for key, grad in tensor.items():
+        if key.startswith("grad/"):
+            assert (params[key[5:]].grad * scale - grad).abs().max() < 1e-4 * max(1, grad.abs().max()), key
 
 
 @named(CASES["sampling"])
@@ -158,10 +153,6 @@ def test_nucleus_equals_the_published_implementation(case):
     probs = fastdllm_v2.nucleus((logits / case["temperature"]).softmax(-1), case["top_p"])
     assert (probs - TENSORS[case["tensor"]]).abs().max() < 1e-6
     assert (probs > 0).sum(-1).tolist() == case["support_sizes"]
-
-
-def cut(ids, eos_id):
-    return ids[: ids.index(eos_id) + 1] if eos_id in ids else ids
 
 
 @named(CASES["decode"])
@@ -205,8 +196,8 @@ def test_decoding_equals_the_published_implementation(model, case, monkeypatch):
     ):
         ids_there = ids_there if type(ids_there[0]) is list else [ids_there]
         if kind == "commit":  # the published batch decoder pads finished rows after their stop token before they leave
-            ids = [cut(row, eos_id) for row in ids]
-            ids_there = [cut(row, eos_id) for row in ids_there]
+            ids = [row[: row.index(eos_id) + 1] if eos_id in row else row for row in ids]
+            ids_there = [row[: row.index(eos_id) + 1] if eos_id in row else row for row in ids_there]
         assert (kind, start, ids) == (kind_there, start_there, ids_there)
         assert cache_len % D == 0
 
@@ -298,7 +289,7 @@ def test_block_cache_is_exact_where_the_sub_block_is_the_block(random_model, P):
 @pytest.mark.parametrize("block_size", [24, 64])
 def test_a_prompt_of_whole_blocks_gives_the_first_token(random_model, block_size):
     """Also at exactly one block, and alone, in a batch of shorter and longer ones; nothing of the prompt is lost."""
-    cfg = settings(block_size=block_size, max_new_tokens=block_size, tau=0.1)
+    cfg = settings(block_size=block_size, sub_block_size=block_size // 2, max_new_tokens=2, tau=0.0)
     for P in (block_size, 2 * block_size):
         firsts = set()
         for seed in range(3):
@@ -322,11 +313,10 @@ def eos_that_ends_texts(model, prompts, cfg):
     return texts.bincount().argsort(descending=True).tolist()
 
 
-@pytest.mark.parametrize("tau", [0.1, 1.0])
-@pytest.mark.parametrize("rank", [0, 2, 6])
+@pytest.mark.parametrize("tau, rank", [(0.1, 0), (0.1, 2), (0.1, 6), (1.0, 2)])
 def test_rows_of_a_batch_equal_their_single_runs(random_model, tau, rank, monkeypatch):
     prompts = [prompt(P, seed=P)[0] for P in LENGTHS]
-    cfg = settings(tau=tau, max_new_tokens=40)
+    cfg = settings(tau=tau, max_new_tokens=32)
     cfg.eos_id = eos_that_ends_texts(random_model, prompts, cfg)[rank]
     left = []
     keep_rows = Decoder.keep_rows
@@ -350,21 +340,6 @@ def test_rows_of_a_batch_equal_their_single_runs(random_model, tau, rank, monkey
     assert all(torch.equal(texts[i], text) for i, text in zip(order, again))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("block_cache", [False, True])
-def test_a_padded_replay_gives_the_same_batch(random_model, monkeypatch, block_cache, temperature):
-    """What CUDA graphs do but for the capture: buckets, kept while rows leave."""
-    prompts = [prompt(P, seed=P)[0] for P in LENGTHS]
-    cfg = settings(tau=0.2, max_new_tokens=40, block_cache=block_cache, temperature=temperature)
-    cfg.eos_id = eos_that_ends_texts(random_model, prompts, cfg)[1]
-    plain = generate_batch(random_model, prompts, cfg, generator=torch.Generator().manual_seed(1))
-    init = common.kernels.GraphReplay.__init__
-    monkeypatch.setattr(common.kernels.GraphReplay, "__init__", lambda *args: init(*args, pad=True))
-    padded = generate_batch(random_model, prompts, cfg, generator=torch.Generator().manual_seed(1))
-    assert all(map(torch.equal, plain[0], padded[0])) and plain[1] == padded[1]
-    assert len(set(map(len, plain[1]["fixed_round"]))) > 1, "rows must leave at different blocks"
-
-
 def test_an_eos_ends_the_text_wherever_it_comes_from(random_model):
     """From a forward, a commit, the prefill: what stands before it is written, no forward is spent after it.
 
@@ -375,7 +350,7 @@ def test_an_eos_ends_the_text_wherever_it_comes_from(random_model):
         twice = [prompt(P)[0]] * 2
         free, _ = generate(random_model, prompt(P), settings())
         free_calls = generate_batch(random_model, twice, settings())[1]["calls"]
-        for eos_id in set(free[0, P:].tolist()):
+        for eos_id in {free[0, P + i].item() for i in (0, 2, -P % 8, 12)}:  # -P % 8: the next block's first
             cfg = settings(eos_id=eos_id)
             ids, record = generate(random_model, prompt(P), cfg)
             n = ids.shape[1]
@@ -391,80 +366,61 @@ def test_an_eos_ends_the_text_wherever_it_comes_from(random_model):
             sources.add(record["calls"][-1])
             mixed, _ = generate_batch(random_model, [ids[0, :P], prompt(2, seed=9)[0]], cfg)
             assert torch.equal(mixed[0], ids[0])
+        new = free[0, P:].tolist()
+        for eos_id in ([new[5], new[13]], [new[13], new[5]]):  # of a list each ends a text
+            texts, _ = generate_batch(random_model, twice, settings(eos_id=eos_id))
+            assert all(text[P:].tolist() == new[: min(map(new.index, eos_id)) + 1] for text in texts)
     assert sources == {"commit", "prefill", "block"}
 
 
-@pytest.mark.parametrize("block_size", [4, 8, 32])
+@pytest.mark.parametrize("block_size", [4, 32])
 def test_generate_writes_at_least_what_is_asked_for(random_model, block_size):
     """Whole blocks, and not a forward more than they take."""
     for P in LENGTHS:
-        for wanted in (1, 8, 20):
+        for wanted in (1, 20):
             cfg = settings(max_new_tokens=wanted, block_size=block_size)
             ids, record = generate(random_model, prompt(P), cfg)
             assert wanted <= ids.shape[1] - P < wanted + block_size
             assert len(fastdllm_v2.trim(ids[0, P:], cfg)) == wanted
             assert (record["calls"][-1] in ("commit", "prefill")) == ((P + wanted - 1) % block_size == 0)
-        texts, _ = generate_batch(random_model, [prompt(n)[0] for n in LENGTHS], settings(max_new_tokens=20))
-        assert all(len(text) - n >= 20 for text, n in zip(texts, LENGTHS))
+    texts, _ = generate_batch(random_model, [prompt(n)[0] for n in LENGTHS], cfg)
+    assert all(len(text) - n >= 20 for text, n in zip(texts, LENGTHS))
 
 
-NAMES = ("max_new_tokens block_size sub_block_size tau block_cache temperature top_p confidence mask_id eos_id "
-         "vocab_len").split()  # fmt: skip
+NAMES = ("max_new_tokens block_size sub_block_size tau block_cache temperature top_p mask_id eos_id vocab_len").split()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_reads_settings_of_decoding_alone(random_model, temperature):
+def test_generate_reads_settings_of_decoding_and_the_seed_alone(random_model, temperature):
     cfg = settings(temperature=temperature)
     assert all(name in generate_batch.__doc__ for name in NAMES)
     bare = types.SimpleNamespace(**{name: getattr(cfg, name) for name in NAMES})
-    runs = [generate(random_model, prompt(5), c, generator=torch.Generator().manual_seed(1)) for c in (bare, cfg)]
-    assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
-
-
-@pytest.mark.parametrize("P", LENGTHS)
-def test_a_list_of_eos_ids_ends_at_each_and_none_at_no_token(random_model, P):
-    free = generate(random_model, prompt(P), settings(eos_id=None))[0][0, P:].tolist()
-    assert len(free) >= 24
-    one, other = free[5], free[13]
-    first = min(free.index(one), free.index(other))
-    for eos_id in ([one, other], [other, one]):
-        ids, _ = generate(random_model, prompt(P), settings(eos_id=eos_id))
-        assert ids[0, P:].tolist() == free[: first + 1]
-        texts, _ = generate_batch(random_model, [prompt(P)[0]] * 2, settings(eos_id=eos_id))
-        assert all(text[P:].tolist() == free[: first + 1] for text in texts)
+    prompts = [prompt(3)[0], prompt(9)[0]]
+    runs = [generate_batch(random_model, prompts, c, generator=torch.Generator().manual_seed(seed))
+            for c, seed in ((bare, 1), (cfg, 1), (cfg, 2))]  # fmt: skip
+    texts = [[ids.tolist() for ids in texts] for texts, _ in runs]
+    assert texts[0] == texts[1] and runs[0][1] == runs[1][1]
+    assert (texts[1] == texts[2]) == (temperature == 0), "greedy decoding does not look at the seed"
 
 
 def test_sampling_draws_from_the_nucleus():
     logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(3)) * 2
-    for confidence in ("nucleus", "softmax"):
-        cfg = settings(temperature=0.7, top_p=0.8, mask_id=7, confidence=confidence)
-        draws, conf = fastdllm_v2.propose(logits.expand(40000, 8), cfg, torch.Generator().manual_seed(0))
-        expected = torch.cat([fastdllm_v2.nucleus((logits[:, :7] / 0.7).softmax(-1), 0.8)[0], torch.zeros(1)])
-        freq = torch.bincount(draws, minlength=8) / 40000
-        assert (freq - expected).abs().max() < 0.01 and (freq[expected == 0] == 0).all() and (expected > 0).sum() > 1
-        probs = expected if confidence == "nucleus" else logits[0].softmax(-1)
-        assert (conf - probs[draws]).abs().max() < 1e-6
+    cfg = settings(temperature=0.7, top_p=0.8, mask_id=7)
+    draws, conf = fastdllm_v2.propose(logits.expand(40000, 8), cfg, torch.Generator().manual_seed(0))
+    expected = torch.cat([fastdllm_v2.nucleus((logits[:, :7] / 0.7).softmax(-1), 0.8)[0], torch.zeros(1)])
+    freq = torch.bincount(draws, minlength=8) / 40000
+    assert (freq - expected).abs().max() < 0.01 and (freq[expected == 0] == 0).all() and (expected > 0).sum() > 1
+    assert (conf - expected[draws]).abs().max() < 1e-6, "the probability that a token was drawn with"
     assert (fastdllm_v2.nucleus(torch.full((1, 4), 0.25), 0.5) > 0).sum() == 3, "mass before it exactly top_p: kept"
     assert fastdllm_v2.nucleus(logits.softmax(-1), 0.0).argmax() == logits.argmax()
 
 
-def test_sampling_repeats_with_the_seed_and_greedy_ignores_it(random_model):
-    def run(temperature, seed):
-        generator = torch.Generator().manual_seed(seed)
-        prompts = [prompt(3)[0], prompt(9)[0]]
-        texts, _ = generate_batch(random_model, prompts, settings(temperature=temperature), generator=generator)
-        return [ids.tolist() for ids in texts]
-
-    assert run(1.0, 1) == run(1.0, 1) != run(1.0, 2)
-    assert run(0.0, 1) == run(0.0, 2)
-
-
 def test_selection_is_strict_and_never_stalls():
-    conf = torch.tensor([[0.9, 0.95, 0.2, 1.0], [0.5, 0.6, 0.7, 0.1], [1.0, 1.0, 1.0, 1.0]])
     is_masked = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]]).bool()
-    assert fastdllm_v2.select(conf, is_masked, 0.9).tolist() == [
-        [False, True, False, False], [False, False, True, False], [False] * 4]  # fmt: skip
-    assert fastdllm_v2.select(torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool), 1.0).sum() == 1
+    conf = torch.tensor([0.9, 0.95, 0.2, 0.5, 0.7, 0.1])  # of the masked ones, row after row
+    assert fastdllm_v2.select(conf, is_masked, 0.9).tolist() == [False, True, False, False, True, False]
+    assert fastdllm_v2.select(torch.ones(4), torch.ones(1, 4, dtype=torch.bool), 1.0).sum() == 1
+    assert fastdllm_v2.select(torch.zeros(4), torch.ones(2, 2, dtype=torch.bool), 0.0).sum() == 2
 
 
 def test_the_head_is_applied_to_masked_rows_of_the_sub_block_alone(random_model):
@@ -516,6 +472,9 @@ def test_prompts_and_sizes_that_cannot_work_are_refused(random_model):
         generate(random_model, prompt(5), settings(sub_block_size=3))
     with pytest.raises(ValueError, match="KV cache holds"):
         generate(random_model, prompt(5), settings(), Decoder(random_model, 8))
+    for length, window, words in ((90, 42, "no multiple"), (9, 24, "do not fill")):
+        with pytest.raises(ValueError, match=words):
+            pack([([1] * length, [1] * length)], settings(max_len=window))
 
 
 # ------------------------------------------------------------------------------------------------- training invariants
@@ -541,7 +500,7 @@ def built(seed, **changes):
     return batch, make_training_inputs(batch, draw_noise(batch, cfg, torch.Generator().manual_seed(seed)), cfg), cfg
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("pad_blocks", [True, False])
 def test_windows_hold_every_token_once_and_no_block_two_samples(seed, pad_blocks):
     cfg = settings(pad_blocks=pad_blocks, max_len=24)
@@ -560,31 +519,21 @@ def test_windows_hold_every_token_once_and_no_block_two_samples(seed, pad_blocks
     assert bool(two) != pad_blocks
 
 
-def test_windows_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="no multiple"):
-        pack([([1] * 90, [1] * 90)], settings(max_len=42))
-    with pytest.raises(ValueError, match="do not fill"):
-        pack([([1] * 9, [1] * 9)], settings(max_len=24))
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("shared_clean", [True, False])
-def test_the_two_views_predict_every_answer_token_once(seed, shared_clean):
-    batch, inputs, cfg = built(seed, shared_clean=shared_clean)
-    B, L = 3, 32
+@pytest.mark.parametrize("seed", range(3))
+def test_the_two_views_predict_every_answer_token_once(seed):
+    batch, inputs, cfg = built(seed)
     clean = torch.tensor([window["input_ids"] for window in batch])
     labels = torch.tensor([window["labels"] for window in batch])
-    views = inputs["labels"].transpose(0, 1) if shared_clean else inputs["labels"].view(2, B, L)
-    masked = views != -100
-    assert torch.equal(masked.sum(0), (labels != -100).int()) and torch.equal(views.amax(0), labels)
-    copies = inputs["input_ids"].unflatten(1, (-1, L))
-    noisy = copies[:, :-1].transpose(0, 1) if shared_clean else copies[:, 0].view(2, B, L)
-    assert torch.equal(noisy, torch.where(masked, cfg.mask_id, clean)), "prompt and padding stay as they are"
-    assert all(torch.equal(copy, clean) for copy in copies[:, -1].view(-1, B, L))
-    assert torch.equal(inputs["position_ids"].unflatten(1, (-1, L))[:, :], torch.arange(L).expand_as(copies))
-    assert inputs["weights"].sum().item() == pytest.approx(1)
-    _, one, _ = built(seed, shared_clean=shared_clean, complementary=False)
-    assert torch.equal(one["labels"].view(B, L), views[0]) and one["input_ids"].shape == (B, 2 * L)
+    masked = inputs["labels"] != -100  # (B, V, L)
+    assert torch.equal(masked.sum(1), (labels != -100).int()) and torch.equal(inputs["labels"].amax(1), labels)
+    copies = inputs["input_ids"].view(3, 3, 32)
+    noisy = torch.where(masked, cfg.mask_id, clean[:, None])
+    assert torch.equal(copies[:, :2], noisy), "prompt and padding stay as they are"
+    assert torch.equal(copies[:, 2], clean)
+    assert torch.equal(inputs["position_ids"], torch.arange(32).repeat(3).expand(3, 96))
+    assert torch.equal(inputs["weights"] > 0, masked) and inputs["weights"].sum().item() == pytest.approx(1)
+    _, one, _ = built(seed, complementary=False)
+    assert torch.equal(one["labels"], inputs["labels"][:, :1]) and one["input_ids"].shape == (3, 64)
 
 
 def test_noise_is_drawn_per_block():
@@ -609,11 +558,11 @@ def noisy_logits(model, inputs, cfg):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shared_clean", [True, False])
-def test_no_leak_between_blocks_views_and_copies(random_model, shared_clean):
+@pytest.mark.parametrize("complementary", [True, False])
+def test_no_leak_between_blocks_views_and_copies(random_model, complementary):
     """Clean tokens at or after a noisy block's start change nothing in it; a noisy token changes its block alone."""
-    _, inputs, cfg = built(0, shared_clean=shared_clean)
-    R, V, L = inputs["labels"].shape
+    _, inputs, cfg = built(0, complementary=complementary)
+    V, L = inputs["labels"].shape[1:]
     noisy, clean = noisy_logits(random_model, inputs, cfg)
 
     def changed(places):
@@ -650,17 +599,16 @@ def test_training_and_decoding_see_the_same(random_model):
 
 
 def test_micro_batches_and_recomputed_layers_give_the_same_gradients(random_model):
-    for shared_clean in (True, False):
-        _, inputs, cfg = built(5, shared_clean=shared_clean)
-        micro = [{name: tensor[i::3] for name, tensor in inputs.items()} for i in range(3)]
-        results = []
-        for parts in ([inputs], micro):
-            random_model.zero_grad()
-            cfg.checkpointing = len(parts) == 3
-            losses = [training_loss(random_model, part, cfg)[0] for part in parts]
-            sum(losses).backward()
-            results.append([sum(losses).detach(), *(p.grad.clone() for p in random_model.parameters())])
-        assert all((a - b).abs().max() < 1e-5 for a, b in zip(*results))
+    _, inputs, cfg = built(5)
+    micro = [{name: tensor[i::3] for name, tensor in inputs.items()} for i in range(3)]
+    results = []
+    for parts in ([inputs], micro):
+        random_model.zero_grad()
+        cfg.checkpointing = len(parts) == 3
+        losses = [training_loss(random_model, part, cfg)[0] for part in parts]
+        sum(losses).backward()
+        results.append([sum(losses).detach(), *(p.grad.clone() for p in random_model.parameters())])
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(*results))
     inputs["labels"].fill_(-100)  # windows without an answer
     random_model.zero_grad()
     loss, _ = training_loss(random_model, inputs, cfg)

@@ -1,6 +1,7 @@
 """The frame that all scripts share word for word: data, saves, resume, bad input, the command line."""
 
 import dataclasses
+import fcntl
 import importlib
 import inspect
 import json
@@ -249,7 +250,7 @@ def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(script, "training_loss", interrupted)
     assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
-    assert "stopped and saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
+    assert "saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
     assert signal.getsignal(getattr(signal, name)) is usual
     assert run(script, "--train", "--resume", "--out", tmp_path, "--device", "cpu") == 0 and len(calls) == 3
 
@@ -297,7 +298,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capsys):
         signal.signal(signal.SIGXFSZ, usual[1])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("refusion.py: ") and "File too large" in line
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +334,16 @@ def test_a_finished_run_is_not_trained_over(script, trained, capsys):
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys):
+    import refusion as script
+
+    tmp_path.joinpath(".lock").touch()
+    with open(tmp_path / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run", tmp_path])
+    assert run(script, "--train", *short(steps=1), "--out", tmp_path) == 0
+
+
 def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
     import refusion
 
@@ -359,8 +370,8 @@ def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys
     for row in report["rows"]:
         assert row["problems"] == 2 and row["forwards"] > 0 and 0 <= row["right"] <= 2
         assert row["tokens_per_forward"] == pytest.approx(row["new_tokens"] / row["forwards"], abs=1e-3)
-        line = next(text for text in lines if text.startswith(f"{row['label']}: {row['right']}/2 right"))
-        assert all(word in line for word in ("new_tokens", "forwards", "tokens_per_forward", "tok/s", "x AR"))
+        line = next(text for text in lines if text.startswith(f"{row['label']}: problems 2 | right {row['right']} |"))
+        assert all(word in line for word in ("new_tokens", "forwards", "tokens_per_forward", "tok_s", "x_ar"))
     assert report["rows"][0]["tokens_per_forward"] == 1.0 and len(report["rows"]) >= 2
     assert "  round" in out and "\033" not in out, "piped: plain text"
 
@@ -373,7 +384,7 @@ def test_prompts_give_the_same_texts_in_two_runs(script, trained, capsys):
         lines = capsys.readouterr().out.splitlines()
         report = json.loads(lines[-1])
         assert all(row["problems"] == 2 and row["right"] is None for row in report["rows"])
-        texts.append([line for line in lines if "tok/s" not in line and "tok_s" not in line])
+        texts.append([line for line in lines if "tok_s" not in line])
     assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
 
 
@@ -429,25 +440,6 @@ def test_right_is_the_pattern_the_number_or_the_text():
     assert is_right(" 7.", "7. ", None) and not is_right("8.", "7.", None)
 
 
-def test_trace_has_a_dot_per_mask_a_colour_per_round_and_rejected_drafts(capsys, monkeypatch):
-    class Letters:
-        def decode(self, ids):
-            return "".join("<&\n"[i - 9] if i >= 9 else chr(97 + i) for i in ids)
-
-    rounds = common.trace(Letters(), [0, 1, 10], {"fixed_round": [1, 0, 1], "rejected": [(0, 2, 9), (1, 7, 0)]})
-    pauses = []
-    monkeypatch.setattr(common.time, "sleep", pauses.append)
-    common.show_trace(rounds, 3)
-    assert capsys.readouterr().out.splitlines() == ["  round   1 | ·b~<~", "  round   2 | ab&"] and not pauses
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    common.show_trace(rounds, 3)
-    assert pauses == [1.5, 1.5]
-    assert capsys.readouterr().out.splitlines()[0] == "  round   1 | ·\033[31mb\033[0m\033[9;31m<\033[0m"
-    picture = ElementTree.fromstring(common.trace_svg(rounds))
-    texts = ["".join(line.itertext()) for line in picture]
-    assert texts == ["round   1 | ·b<", "round   2 | ab&"] and picture[0][2].get("text-decoration") == "line-through"
-
-
 # ------------------------------------------------------------------------------------------------------ data
 
 ROWS = {
@@ -470,6 +462,8 @@ def test_every_kind_of_row_is_read(tmp_path):
     rows = script.read_data(file)
     assert rows == [([{"role": "user", "content": "Tom has 3 red"}], " 3+4=7.", None)] * len(ROWS)
     assert script.read_data(TINY / "code-test.jsonl")[0][2]
+    file = jsonl(tmp_path / "input.jsonl", [{"instruction": "Add.", "input": "3 4", "output": "7"}])
+    assert script.read_data(file)[0][0][0]["content"] == "Add.\n3 4"
     train, test = ({row[0][0]["content"] for row in script.read_data(TINY / f"{name}.jsonl")} for name in ("train", "test"))
     assert len(test) == 200 and not train & test
 
@@ -499,10 +493,12 @@ def test_text_stays_text(tokenizer, template):
     from refusion import encode
 
     tokenizer.chat_template = template or None
-    row = encode(tokenizer, [{"role": "user", "content": "3<mask>4<eos>"}], " <mask>")
+    row = encode(tokenizer, [{"role": "user", "content": "3<mask>4<eos>\ue000"}], " <mask>")
     special = [i for i in row["prompt_ids"] if i in (0, 1)]
     assert special == ([1, 0] if template else []) and 1 not in row["answer_ids"]
     assert row["answer_ids"].count(0) == 1
+    plain = tokenizer("3<mask>4<eos>\ue000", split_special_tokens=True)["input_ids"]
+    assert row["prompt_ids"] == ([1, *plain, 0] if template else plain)
 
 
 def test_a_tokenizer_that_ends_its_texts_does_not_end_prompts(tokenizer):
@@ -587,7 +583,7 @@ OWN = {  # flags of one method that cannot work
     "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x"],
     "d2f": ["--tau_add 2", "--tau_act -1", "--tau_conf nan", "--decode_block_size 0", "--schedule x", "--p_min 0",
             "--lora_rank 0", "--adapter not/there"],
-    "fastdllm_v2": ["--tau 2", "--block_size 0", "--confidence x"],
+    "fastdllm_v2": ["--tau 2", "--block_size 0", "--tau x"],
     "orthrus": ["--block_size 1", "--objective x", "--anchors 0", "--top_k -1"],
     "codila": ["--block_size 0", "--mode x", "--p_partial 2", "--tau nan", "--aux not/there"],
 }  # fmt: skip
@@ -597,7 +593,7 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
     good = jsonl(tmp_path / "good.jsonl", [ROWS["prompt/response"]] * 8)
     out = tmp_path / "out"
     train = ("--train", *short(), "--out", out)
-    generate = ("--generate", "--model", trained(script), "--prompt", "Tom")
+    generate = ("--generate", "--model", trained(script), "--prompt", "4")
     cases = {
         "no such model": (("--generate", "--model", tmp_path / "none", "--prompt", "a"), ["none"]),
         "no such model, trained": ((*train, "--model", "./not/there"), ["not/there"]),
@@ -611,6 +607,7 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
         "empty prompt": (("--generate", "--model", trained(script), "--prompt", ""), ["token"]),
         "batch 0": ((*train, "--batch_size", 0), ["batch_size"]),
         "accumulation": ((*train, "--batch_size", 4, "--accumulation", 3), ["accumulation"]),
+        "more than the model's positions": ((*generate, "--max_new_tokens", 4096), ["1 to 4096"]),
         "no new tokens": ((*generate, "--max_new_tokens", 0), ["max_new_tokens"]),
         "temperature": ((*generate, "--temperature", -1), ["temperature"]),
         "temperature nan": ((*generate, "--temperature", "nan"), ["temperature"]),
@@ -705,7 +702,7 @@ BROKEN = {  # name: (change of a folder, words of the line)
     "fewer layers in the config": (with_layers(-1), ["more layers"]),
     "a token id outside the embedding": (with_word, ["embedding"]),
     "no EOS token": (lambda f: rewritten(f, "tokenizer_config.json", eos_token=None), ["EOS None"]),
-    "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["tokens of their own"]),
+    "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["EOS 0, mask 0"]),
     "a chat template that only fails": (written("chat_template.jinja", "{{ raise_exception('x') }}"), ["cannot load"]),
     "a chat template that does not parse": (written("chat_template.jinja", "{% for %}"), ["cannot load"]),
     "code in the folder": (with_code, ["cannot load"]),
