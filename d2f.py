@@ -555,9 +555,7 @@ def read_data(path):
         except UnicodeDecodeError:
             raise ValueError(f"{path}, line {number}: not UTF-8") from None
         except Exception:
-            wanted = "one object a line with prompt/response, question/answer, query/response, "
-            wanted += "prompt/completion, instruction/output or messages that end with the assistant's, "
-            wanted += "and perhaps a pattern that is a regular expression"
+            wanted = "one object a line, with messages or with prompt and response (README, Run it)"
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -578,12 +576,11 @@ def encode(tokenizer, messages, answer=""):
         text = "".join(turn["content"] for turn in messages)
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
         marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+        form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
         try:
-            form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
             text = tokenizer.apply_chat_template(marked, **form)
-        except Exception as error:
-            roles = ", ".join(turn["role"] for turn in messages)
-            raise ValueError(f"the chat template refuses turns of {roles}: {error}") from error
+        except Exception as error:  # of the template's own, as for a role that it does not take
+            raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
         # names without the mark are the template's own: tokens
         for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
             how = dict(add_special_tokens=False, split_special_tokens=mark in part)
