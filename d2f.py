@@ -69,7 +69,7 @@ class Config:
     out: str = f"runs/{METHOD}"  # folder of the saves
     steps: int = 10000  # [code] up to 50000
     batch_size: int = 8  # rows a step, over all processes; [code] one a GPU, accumulated 3 or 5 times
-    accumulation: int = 8  # forwards a step and process; changes memory, not results
+    accumulation: int = 0  # forwards a step and process, 0: one row each; changes memory, not results
     lr: float = 1e-5  # [§5.1]; 5e-6 for Dream [code]
     warmup: float = 0.0  # [code] share of the steps
     lr_floor: float = 1.0  # [§5.1] share of lr at the end: constant
@@ -522,9 +522,9 @@ def load_student(name, cfg):
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
-COUNTS = "steps batch_size accumulation max_len save_every max_new_tokens problems".split()
-SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1),
-                     temperature=(0, 1e9), seed=(0, 2**31), **dict.fromkeys(COUNTS, (1, 10**9)))  # fmt: skip
+COUNTS = "steps batch_size max_len save_every max_new_tokens problems".split()
+SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31),
+                     temperature=(0, 1e9), accumulation=(0, 1e9), **dict.fromkeys(COUNTS, (1, 1e9)))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
 ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
 ANSWERED = ("response", "answer", "completion", "output")
@@ -740,7 +740,7 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     start = resume(part, optimizer, folder) // cfg.batch_size if folder else 0
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
-    parts = cfg.accumulation * WORLD
+    parts = cfg.accumulation * WORLD or cfg.batch_size  # of a batch, one a forward
     losses = []
     clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
@@ -909,7 +909,7 @@ def parse(argv):
             raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
     if args.generate and not args.prompt and not cfg.test:
         raise ValueError("--test FILE or --prompt TEXT must say what to decode")
-    if args.train and cfg.batch_size % (cfg.accumulation * WORLD):
+    if args.train and cfg.batch_size % (WORLD * max(cfg.accumulation, 1)):
         raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
     if WORLD > 1:
         on_gpu = cfg.device.startswith("cuda")
@@ -925,7 +925,7 @@ def failed(error):
     """One line on stderr for bad input and for what the machine cannot do. Returns the exit status, 2."""
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
-        line = "out of memory: raise --accumulation, lower --max_len, train with --checkpointing"
+        line = "out of memory: train with --checkpointing and --accumulation 0, lower --max_len"
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)

@@ -43,7 +43,7 @@ class Config(frame.Config):
     model: str = ""  # Hub id or folder of the backbone
     out: str = "runs/pretrain"  # folder of the saves
     batch_size: int = 64  # rows a step, over all processes
-    accumulation: int = 1  # forwards a step and process; changes memory, not results
+    accumulation: int = 1  # forwards a step and process, 0: one row each; changes memory, not results
     steps: int = 1000
     lr: float = 2e-5  # cosine to lr_floor
     warmup: float = 0.05  # share of the steps

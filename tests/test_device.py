@@ -161,8 +161,8 @@ OWN = dict(refusion=["--plan_ahead"], orthrus=["--merged", 2], codila=["--table"
            fastdllm_v2=["--block_cache"])  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature, padded", [(0, False), (1, True)])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name, temperature, padded",
+                         [*((name, 1, True) for name in SCRIPTS), ("refusion", 0, False), ("orthrus", 0, False)])  # fmt: skip
 def test_decoding_keeps_devices_apart_and_waits_once_a_forward(monkeypatch, name, temperature, padded):
     """Every decoding that the script offers, and plain AR; padded: as CUDA graphs do it."""
     script = importlib.import_module(name)

@@ -179,14 +179,19 @@ def test_the_seed_decides_everything(tmp_path):
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
-def test_accumulation_equals_the_big_batch(script, tmp_path, monkeypatch):
+def test_accumulation_equals_the_big_batch(tmp_path, monkeypatch):
+    """The other scripts' inputs are cut in their own tests and by two processes."""
+    import refusion as script
+
     found = losses_of(script, monkeypatch)
-    for n in (1, 4):
+    for n in (1, 2, 0):  # 0: one row a forward
         assert run(script, "--train", *short(), "--accumulation", n, "--out", tmp_path / str(n)) == 0
-    assert found[:3] == pytest.approx(found[3:], rel=1e-3) and len(found) == 6
+    assert found[3:6] == pytest.approx(found[:3], rel=1e-3) and found[6:] == pytest.approx(found[:3], rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(script, tmp_path, capsys, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(tmp_path, capsys, monkeypatch):
+    import refusion as script
+
     training_loss, calls, out = script.training_loss, [], tmp_path / "run"
 
     def poisoned(*args):
@@ -200,7 +205,7 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(script, tmp_pa
     AutoModelForCausalLM.from_pretrained(out / "step-000000002")
 
 
-@pytest.mark.parametrize("moment", (1, 4, 7, 9, 12))
+@pytest.mark.parametrize("moment", (1, 4, 9))
 def test_killed_during_a_save(tmp_path, monkeypatch, moment):
     """At whichever file operation the process dies, a whole save is found and training goes on from it."""
     import refusion as script
@@ -252,7 +257,8 @@ def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, ca
     assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
     assert "saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
     assert signal.getsignal(getattr(signal, name)) is usual
-    assert run(script, "--train", "--resume", "--out", tmp_path, "--device", "cpu") == 0 and len(calls) == 3
+    if name == "SIGINT":
+        assert run(script, "--train", "--resume", "--out", tmp_path, "--device", "cpu") == 0 and len(calls) == 3
 
 
 def test_kill_9_in_a_real_process(tmp_path):
@@ -412,7 +418,9 @@ def test_generate_says_what_it_cannot_decode(script, trained, tmp_path, capsys):
     refused(script, capsys, "--train", "--model", folder, *short(), words=[f"trained by {other}.py"])
 
 
-def test_data_that_is_named_is_what_is_decoded(script, trained, tmp_path, capsys):
+def test_data_that_is_named_is_what_is_decoded(trained, tmp_path, capsys):
+    import refusion as script
+
     rows = [{"prompt": f"Tom has {i}", "response": " pens."} for i in range(5)]
     data = jsonl(tmp_path / "data.jsonl", rows)
     assert run(script, "--generate", "--out", trained(script), "--data", data, "--problems", 10) == 0
@@ -633,11 +641,14 @@ def test_bad_input_ends_in_one_line_and_status_2(script, tmp_path, trained, caps
             '{"prompt": null, "response": null}', '{"messages": ["a"]}', '{"prompt": "\\ud800", "response": "a"}',
             '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
             '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}')  # fmt: skip
-    for row in rows if script.METHOD == "refusion" else rows[:2]:
+    for row in rows:
         file = jsonl(tmp_path / f"broken{len(cases)}.jsonl", [ROWS["prompt/response"], row, ROWS["prompt/response"]])
         cases[f"broken row {row[:40]}"] = ((*train, "--data", file), [file.name, "line 2"])
     for flags in OWN[script.METHOD]:
         cases[flags] = ((*train, *flags.split()), [])
+    if script.METHOD != "refusion":  # the frame is the same text: its own flags, and one case of each kind
+        kinds = ("no such model", "batch 0", "latin-1", "empty prompt", *OWN[script.METHOD])
+        cases = {name: cases[name] for name in kinds}
     for name, (args, words) in cases.items():
         refused(script, capsys, *args, words=words)
         assert not out.exists(), name
