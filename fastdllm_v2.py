@@ -365,8 +365,9 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
 COUNTS = "steps batch_size max_len save_every max_new_tokens problems".split()
-SHARED_LIMITS = dict(lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31),
-                     temperature=(0, 1e9), accumulation=(0, 1e9), **dict.fromkeys(COUNTS, (1, 1e9)))  # fmt: skip
+SHARED_LIMITS = dict.fromkeys(COUNTS, (1, 1e9)) | dict(
+    lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31),
+    temperature=(0, 1e9), accumulation=(0, 1e9))  # fmt: skip
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
 ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
 ANSWERED = ("response", "answer", "completion", "output")
