@@ -522,6 +522,8 @@ def load_pair(name, cfg, dtype):
     Raises ValueError where one cannot be loaded, or the two are no pair.
     """
     backbone, tokenizer = load(cfg.model, cfg, getattr(torch, cfg.dtype))
+    if cfg.mask_id is None:
+        raise ValueError(f"{cfg.model} has no mask token: it is no masked diffusion LM")
     aux_model, aux_tokenizer = load(name, dataclasses.replace(cfg), dtype)  # a copy: load sets ids
     cfg.vocab_len, tag_ids = link_vocabularies(tokenizer, aux_tokenizer, cfg)
     ends = [tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>", cfg.vocab_len)]
@@ -596,7 +598,7 @@ def encode(tokenizer, messages, answer=""):
             text = tokenizer.apply_chat_template(marked, **form)
         except Exception as error:  # of the template's own, as for a role that it does not take
             raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
-        # names without the mark are the template's own: tokens
+        # a name without the mark is the template's own, and a token
         for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
             how = dict(add_special_tokens=False, split_special_tokens=mark in part)
             prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
@@ -906,17 +908,18 @@ def parse(argv):
     args.resume = newest(out) if args.resume else None
     source = str(newest(out if from_out else model))
     try:
-        held = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
-        made_by = held["method"]
+        trained_with = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
+        made_by = trained_with["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
     if made_by != METHOD:
         raise ValueError(f"{source} was trained by {made_by}.py")
     if not args.train:
-        given["model"] = held.get("model", source)  # the base
-    here = ("out", "device", "dtype")  # of a machine, not of a model
-    held = {name: value for name, value in held.items() if name in fields and name not in here}
-    cfg = Config(**((TINY if Path(model).resolve() == Path(Config.model) else {}) | held | given))
+        given["model"] = trained_with.get("model", source)  # the base
+    kept = fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
+    trained_with = {name: value for name, value in trained_with.items() if name in kept}
+    tiny = TINY if Path(model).resolve() == Path(Config.model) else {}
+    cfg = Config(**(tiny | trained_with | given))
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():

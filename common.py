@@ -325,11 +325,11 @@ def fuse(backbone):
     for layer in backbone.model.layers:
         attn, mlp = layer.self_attn, layer.mlp
         groups = dict(qkv=[attn.q_proj, attn.k_proj, attn.v_proj], gate_up=[mlp.gate_proj, mlp.up_proj])
-        held = getattr(layer, "fused", {})
+        present = getattr(layer, "fused", {})
         layer.fused = {}
         for key, linears in groups.items():
-            if key in held and held[key][0].data_ptr() == linears[0].weight.data_ptr():
-                layer.fused[key] = held[key]  # captured graphs may be reading it
+            if key in present and present[key][0].data_ptr() == linears[0].weight.data_ptr():
+                layer.fused[key] = present[key]  # captured graphs may be reading it
             elif all(type(linear) is torch.nn.Linear for linear in linears):
                 weight = side_by_side([linear.weight for linear in linears])
                 bias = side_by_side([linear.bias for linear in linears])

@@ -46,7 +46,11 @@ def kill(script, rng, trials, out):
         if child == 0:  # it must not come to an end by itself
             main_of(script, *go_on, 10**6, "--save_every", 1)
             os._exit(1)
-        time.sleep(rng.uniform(0.2, 1.5))
+        last = time.time() + (30 if rng.random() < 0.8 else 0)  # after its first save, or while it starts
+        before = script.newest(out).name
+        while time.time() < last and max(out.glob("step-*"), default=out).name in (before, out.name):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), f"step {steps[-1]}: the run ended by itself"
         found = script.newest(out)

@@ -552,6 +552,9 @@ def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path, c
     script.load(name, cfg, torch.float32)
     assert cfg.mask_id is None, "enough for plain AR"
     assert "no mask token" in refused(script, capsys, "--generate", "--model", name, "--prompt", "Tom")
+    for other in ("d2f", "codila"):  # their big model must be a masked diffusion LM
+        train = ("--train", *short(), "--model", name, "--out", tmp_path / "out", "--max_len", 41)
+        refused(importlib.import_module(other), capsys, *train, words=["no mask token"])
 
 
 def test_a_hole_in_the_ids_of_a_tokenizer(tmp_path):
