@@ -551,7 +551,8 @@ def load(name, cfg, dtype, training=False):
         config = model.config
         cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
         known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
-        known += [tokenizer.get_added_vocab().get(word) for word in MASKS] + [cfg.vocab_len] * training
+        known += [tokenizer.get_added_vocab().get(word) for word in MASKS]
+        known += [cfg.vocab_len if training else None]
         cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
         cfg.eos_id = tokenizer.eos_token_id
         if cfg.mask_id == cfg.vocab_len == config.vocab_size:
