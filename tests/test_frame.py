@@ -415,7 +415,8 @@ def test_generate_says_what_it_cannot_decode(script, trained, tmp_path, capsys):
     other = next(name for name in ("refusion", "orthrus") if name != script.METHOD)
     folder = trained(importlib.import_module(other))
     refused(script, capsys, "--generate", "--model", folder, words=[f"trained by {other}.py"])
-    refused(script, capsys, "--train", "--model", folder, *short(), words=[f"trained by {other}.py"])
+    train = ("--train", "--model", folder, *short(), "--out", tmp_path / "out")
+    refused(script, capsys, *train, words=[f"trained by {other}.py"])
 
 
 def test_data_that_is_named_is_what_is_decoded(trained, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_there_are_recipes():
 
 def test_line_counts_are_those_of_the_files():
     counts = re.findall(r"^\| `(\w+\.py)` \|.* (\d+) \((\d+)\) \|$", README, re.MULTILINE)
-    counts += [(*found, "") for found in re.findall(r"`(common\.py|kernels\.py)` \((\d+)", README)]
+    counts += [(*found, "") for found in re.findall(r"`(common\.py|kernels\.py)` \((\d+)(?: lines)?:", README)]
     assert len(counts) == 7
     for name, lines, frame in counts:
         source = (ROOT / name).read_text()
@@ -69,7 +69,7 @@ def test_every_flag_shown_exists():
 
 def test_every_function_named_in_the_maps_exists():
     section = README[README.index("## Beside the papers") : README.index("## To copy")]
-    blocks = re.split(r"^(?=\*\*.*\*\*, `\w+\.py`)", section, flags=re.MULTILINE)[1:]
+    blocks = re.split(r"^(?=- \*\*.*\*\*, `\w+\.py`)", section, flags=re.MULTILINE)[1:]
     assert len(blocks) == 5
     for block in blocks:
         name = re.search(r"`(\w+)\.py`", block).group(1)
