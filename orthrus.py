@@ -115,6 +115,7 @@ def pack_rows(rows, cfg):
     """Training rows, each (2, n) int64: token ids, and 1 where the token is of an answer, its EOS included.
 
     packing: conversations end to end, cut into rows of max_len, the rest dropped [App. A]. Else one a row.
+    Raises ValueError where a packed row has no room for a block.
     """
     packed = []
     for row in rows:
@@ -123,6 +124,8 @@ def pack_rows(rows, cfg):
     if cfg.packing:
         text = torch.cat(packed, dim=1)
         T = min(cfg.max_len, text.shape[1])
+        if T <= cfg.block_size:
+            raise ValueError(f"rows of {T} tokens have no room for a block of {cfg.block_size}")
         packed = text[:, : text.shape[1] // T * T].split(T, dim=1)
     return packed
 
@@ -661,9 +664,10 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    lock = open(Path(cfg.out, ".lock"), "w")
+    lock = open(Path(cfg.out, ".lock"), "w")  # closed, and so released, when fit ends
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if RANK == 0 else fcntl.LOCK_UN)
+        if RANK == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run trains into {cfg.out}") from None
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks

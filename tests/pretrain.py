@@ -2,7 +2,7 @@
 
     python tests/pretrain.py --train --objective ar --model MODEL --data ROWS.jsonl --out FOLDER
     python tests/pretrain.py --train --objective diffusion --model FOLDER --data ROWS.jsonl --out OTHER
-    python tests/pretrain.py --make_tiny        makes all of tests/tiny again, 25 minutes on one core
+    python tests/pretrain.py --make_tiny        makes all of tests/tiny again; 37 minutes on one busy core
 
 Any Hugging Face causal LM that common.py can walk. `ar` learns the next token of the answers. `diffusion`
 gives the same weights full attention and learns masked tokens of the answers, EOS padding among them, from

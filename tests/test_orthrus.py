@@ -752,6 +752,8 @@ def test_rows_are_packed_end_to_end_or_one_by_one():
                                  [[12, 13, 37, 20, 21, 22, 23], [1, 1, 1, 0, 0, 1, 1]]]  # fmt: skip
     assert [len(ids) for ids, _ in packed(max_len=64)] == [15]
     assert packed(packing=False)[1] == [[10, 11, 12, 13, 37], [0, 0, 1, 1, 1]]
+    with pytest.raises(ValueError, match="no room for a block of 7"):
+        packed(max_len=7, block_size=7)
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
@@ -877,6 +879,8 @@ def test_other_layouts_load_without_remote_code(trained, tmp_path, capsys, layou
     }  # fmt: skip
     del config["trained_with"]
     (folder / "config.json").write_text(json.dumps(config))
+    stray = {key: tensor + 1 for key, tensor in view.items()}
+    save_file(stray, folder / "model_old.safetensors", metadata={"format": "pt"})  # none of the model's files
     read = orthrus.read_view(folder)
     assert read.keys() == view.keys() and all(torch.equal(read[key], view[key]) for key in view)
     forwards = []
