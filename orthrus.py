@@ -469,6 +469,12 @@ ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in 
 ANSWERED = ("response", "answer", "completion", "output")
 
 
+def need(condition, message):
+    """What is wrong is said in one line, by `main`."""
+    if not condition:
+        raise ValueError(message)
+
+
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
@@ -481,23 +487,18 @@ def read_data(path):
             continue
         try:
             row = json.loads(line.decode("utf-8-sig"))
-            if "messages" not in row:
-                asked = [row[name] for name in ASKED if row.get(name)]
-                answer = next(row[name] for name in ANSWERED if name in row)
-                turns = [dict(role="user", content="\n".join(asked)), dict(role="assistant", content=answer)]
-                row["messages"] = turns if asked else []
-            "".join(turn["role"] + turn["content"] for turn in row["messages"]).encode()  # no half characters
-            *prompt, last = row["messages"]
-            if last["role"] != "assistant" or not re.compile(row.get("pattern") or ""):
-                raise ValueError
+            asked = "\n".join(row[name] for name in ASKED if row.get(name))
+            answer = next((row[name] for name in ANSWERED if name in row), None)
+            turns = [dict(role="user", content=asked), dict(role="assistant", content=answer)]
+            *prompt, last = row.get("messages", turns if asked else [])
+            "".join(turn["role"] + turn["content"] for turn in [*prompt, last]).encode()  # no half characters
+            need(last["role"] == "assistant" and re.compile(row.get("pattern") or ""), "no answer")
             rows.append((prompt, last["content"], row.get("pattern")))
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {number}: not UTF-8") from None
-        except Exception:
+        except Exception as error:
             wanted = "one object a line, with messages or with prompt and response (README, Run it)"
+            wanted = "UTF-8" if isinstance(error, UnicodeDecodeError) else wanted
             raise ValueError(f"{path}, line {number}: not {wanted}") from None
-    if not rows:
-        raise ValueError(f"{path} has no rows")
+    need(rows, f"{path} has no rows")
     return rows
 
 
@@ -508,27 +509,25 @@ def encode(tokenizer, messages, answer=""):
     """
     plain = dict(add_special_tokens=False, split_special_tokens=True)
     answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
-    prompt_ids = []
-    if tokenizer.chat_template:
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        text = "".join(turn["content"] for turn in messages)
-        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
-        marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
-        form = dict(add_generation_prompt=True, tokenize=False, **TEMPLATE)
-        try:
-            text = tokenizer.apply_chat_template(marked, **form)
-        except Exception as error:  # of the template's own, as for a role that it does not take
-            raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
-        # a name without the mark is the template's own, and a token
-        for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
-            how = dict(add_special_tokens=False, split_special_tokens=mark in part)
-            prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
-    else:
-        text = "\n".join(turn["content"] for turn in messages)
+    text = "\n".join(turn["content"] for turn in messages)
+    if not tokenizer.chat_template:
         prompt_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
         if prompt_ids[-1:] == answer_ids[-1:]:  # some tokenizers end every text
             prompt_ids.pop()
+        return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+    marked = [{**turn, "content": re.sub(names, rf"{mark}\g<0>", turn["content"])} for turn in messages]
+    try:
+        text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False, **TEMPLATE)
+    except Exception as error:  # of the template's own, as for a role that it does not take
+        raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
+    prompt_ids = []
+    # a name without the mark is the template's own, and a token
+    for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
+        how = plain | dict(split_special_tokens=mark in part)
+        prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
 
@@ -536,8 +535,8 @@ def encode_rows(tokenizer, cfg):
     """The rows of cfg.data; those of more than max_len tokens are dropped, not cut, and counted on stderr."""
     rows = [encode(tokenizer, messages, answer) for messages, answer, _ in read_data(cfg.data)]
     short = [row for row in rows if len(row["prompt_ids"]) + len(row["answer_ids"]) <= cfg.max_len]
-    if not short or not all(row["prompt_ids"] for row in short):
-        raise ValueError(f"{cfg.data}: no row fits into max_len {cfg.max_len}, or a prompt has no tokens")
+    need(short, f"{cfg.data}: no row fits into max_len {cfg.max_len}")
+    need(all(row["prompt_ids"] for row in short), f"{cfg.data}: a prompt has no tokens")
     if len(short) < len(rows):
         print(f"{len(rows) - len(short)} of {len(rows)} rows exceed max_len: dropped", file=sys.stderr)
     return short
@@ -562,11 +561,10 @@ def load(name, cfg, dtype, training=False):
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
         last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
-        if cfg.eos_id in (None, cfg.mask_id) or last >= config.vocab_size:
-            raise ValueError(f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of "
-                             f"their own in an embedding of {config.vocab_size}")  # fmt: skip
-        if not encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"]:  # or its template fails
-            raise ValueError("its tokenizer has no tokens")
+        need(cfg.eos_id not in (None, cfg.mask_id) and last < config.vocab_size,
+             f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of their own in an "
+             f"embedding of {config.vocab_size}")  # fmt: skip
+        need(encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"], "its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
@@ -664,12 +662,8 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
-    lock = open(Path(cfg.out, ".lock"), "w")  # closed, and so released, when fit ends
-    try:
-        if RANK == 0:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another run trains into {cfg.out}") from None
+    lock = open(Path(cfg.out, f".lock{RANK}"), "w")  # closed, and so released, when fit ends
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: another run trains into cfg.out
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
@@ -703,8 +697,7 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
             if WORLD > 1:
                 dist.all_reduce(total)
             losses.append(total[0].item())
-            if not math.isfinite(losses[-1]):
-                raise ValueError(f"loss {losses[-1]} at step {step}: the last save stays")
+            need(math.isfinite(losses[-1]), f"loss {losses[-1]} at step {step}: the last save stays")
             torch.nn.utils.clip_grad_norm_(trained, cfg.clip)
             cosine = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / cfg.steps)) / 2
             lr = cfg.lr * min(cosine, (step + 1) / max(cfg.warmup * cfg.steps, 1))
@@ -729,11 +722,11 @@ def read_problems(tokenizer, args, cfg):
     problems = []
     for messages, answer, pattern in rows or read_data(cfg.test)[: cfg.problems]:
         ids = encode(tokenizer, messages)["prompt_ids"]
-        if not 0 < len(ids) <= cfg.text_len - cfg.max_new_tokens:
-            raise ValueError(f"prompt {len(problems) + 1} has {len(ids)} tokens and max_new_tokens is "
-                             f"{cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
+        name = f"prompt {len(problems) + 1}"
+        need(0 < len(ids) <= cfg.text_len - cfg.max_new_tokens, f"{name} has {len(ids)} tokens and "
+             f"max_new_tokens is {cfg.max_new_tokens}: the model takes 1 to {cfg.text_len}")  # fmt: skip
         if tokenizer.unk_token_id in ids:
-            print(f"prompt {len(problems) + 1} has words that the model does not know", file=sys.stderr)
+            print(f"{name} has words that the model does not know", file=sys.stderr)
         problems.append((torch.tensor([ids], device=cfg.device), messages[-1]["content"], answer, pattern))
     return problems
 
@@ -760,8 +753,7 @@ def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
 
     ar: what this function returned for plain AR.
     """
-    if cfg.mask_id is None and run is not generate_ar:
-        raise ValueError("the model has no mask token: it is no model of this method")
+    need(cfg.mask_id is not None or run is generate_ar, "the model has no mask token")
     generator = torch.Generator().manual_seed(cfg.seed)
     row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
     outputs, seconds = [], 0.0
@@ -777,10 +769,10 @@ def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
         seconds += lap
         if len(outputs) <= 4 or answer is None:
             print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
-            if ar and args.trace:
-                common.show_trace(common.trace(tokenizer, outputs[-1], record), lap)
-            if ar and args.trace_svg and len(outputs) == 1:
-                rounds = common.trace(tokenizer, outputs[-1], record)
+            rounds = common.trace(tokenizer, outputs[-1], record) if ar else []
+            if args.trace:
+                common.show_trace(rounds, lap)
+            if args.trace_svg and ar and len(outputs) == 1:
                 Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
     row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
     row["tok_s"] = round(row["new_tokens"] / seconds, 1)
@@ -822,12 +814,9 @@ def parse(argv):
     model = given.get("model", Config.model)
     is_done = Path(newest(out), "config.json").exists()
     from_out = args.resume if args.train else "model" not in given
-    if not args.train and not args.generate:
-        raise ValueError("nothing to do: say --train, --generate or both")
-    if from_out and not is_done:
-        raise ValueError(f"nothing is trained in {out}: --train first, or name a --model")
-    if args.train and is_done and not args.resume:
-        raise ValueError(f"{out} holds a run: --resume it, or name another --out")
+    need(args.train or args.generate, "nothing to do: say --train, --generate or both")
+    need(is_done or not from_out, f"nothing is trained in {out}: --train first, or name a --model")
+    need(args.resume or not (args.train and is_done), f"{out} holds a run: --resume it or name another --out")
     args.folder = out if args.train or from_out else model
     args.resume = newest(out) if args.resume else None
     source = str(newest(out if from_out else model))
@@ -836,25 +825,22 @@ def parse(argv):
         made_by = trained_with["method"]
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    if made_by != METHOD:
-        raise ValueError(f"{source} was trained by {made_by}.py")
+    need(made_by == METHOD, f"{source} was trained by {made_by}.py")
     if not args.train:
         given["model"] = trained_with.get("model", source)  # the base
     kept = fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
     trained_with = {name: value for name, value in trained_with.items() if name in kept}
     tiny = TINY if Path(model).resolve() == Path(Config.model) else {}
     cfg = Config(**(tiny | trained_with | given))
-    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device: --device cpu")
+    on_gpu = cfg.device.startswith("cuda")
+    need(torch.cuda.is_available() or not on_gpu, "there is no CUDA device: --device cpu")
     for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
-        if not low <= getattr(cfg, name) <= high:  # not a number is out of range too
-            raise ValueError(f"{name} must lie in [{low}, {high}], not {getattr(cfg, name)}")
-    if args.generate and not args.prompt and not cfg.test:
-        raise ValueError("--test FILE or --prompt TEXT must say what to decode")
-    if args.train and cfg.batch_size % (WORLD * max(cfg.accumulation, 1)):
-        raise ValueError(f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")
+        value = getattr(cfg, name)
+        need(low <= value <= high, f"{name} must lie in [{low}, {high}], not {value}")  # nan is refused too
+    need(args.prompt or cfg.test or not args.generate, "--test FILE or --prompt TEXT must say what to decode")
+    need(not args.train or cfg.batch_size % (WORLD * max(cfg.accumulation, 1)) == 0,
+         f"batch_size {cfg.batch_size} is no multiple of accumulation x {WORLD} processes")  # fmt: skip
     if WORLD > 1:
-        on_gpu = cfg.device.startswith("cuda")
         cfg.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else cfg.device
         if on_gpu:
             torch.cuda.set_device(cfg.device)
@@ -867,7 +853,9 @@ def failed(error):
     """One line on stderr for bad input and for what the machine cannot do. Returns the exit status, 2."""
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
-        line = "out of memory: train with --checkpointing and --accumulation 0, lower --max_len"
+        line = "out of memory: lower --max_len, --max_new_tokens; train with --checkpointing --accumulation 0"
+    if isinstance(error, BlockingIOError):
+        line = "another run trains into the same --out"
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)

@@ -10,11 +10,13 @@ import bench_attention
 import bench_decode
 import bench_gpu
 import bench_loop
+import bench_real
 import bench_table
 import bench_train
 import pytest
 import stress
 import torch
+from conftest import TINY
 
 
 def report(capsys, part=None):
@@ -176,6 +178,32 @@ def test_bench_table_takes_the_last_line_of_a_run(monkeypatch, tmp_path):
     (tmp_path / "refusion.py").write_text(stub.replace("STATUS", "2"))
     with pytest.raises(ValueError, match="status 2"):
         bench_table.run(key)
+
+
+def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
+    """A stage that ran out of time is told to stop, and resumed; each setting is a row beside plain AR's."""
+    stub = tmp_path / "refusion.py"
+    stub.write_text("import pathlib, sys, time\nwords = sys.argv[1:]\nout = words[words.index('--out') + 1]\n"
+                    "pathlib.Path(out, 'step-1').mkdir(parents=True, exist_ok=True)\n"
+                    "if '--resume' not in words:\n    import signal\n"
+                    "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n    time.sleep(60)\n")  # fmt: skip
+    monkeypatch.setattr(bench_real, "ROOT", tmp_path)
+    settings = [dict(tau_slot=0.9), dict(tau_slot=0.1)]
+    monkeypatch.setattr(bench_real, "DECODE", dict(refusion=("--slot_size 4 --serial_blocks 1", settings)))
+    argv = ["--out", str(tmp_path / "out"), "--device", "cpu", "--problems", "3", "--test", str(TINY / "test.jsonl"),
+            "--data", str(TINY / "train.jsonl")]  # fmt: skip
+    for name in ("ar", "refusion"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / name).symlink_to(TINY / "ar")
+    args = bench_real.settings_of([*argv, "--out", str(tmp_path / "new")])
+    assert bench_real.train("refusion", args, 3) | dict(minutes=0) == dict(minutes=0, done=False)
+    assert bench_real.train("refusion", args, 60)["done"]
+    assert bench_real.main([*argv, "--parts", "decode"]) == 0
+    assert bench_real.main([*argv, "--parts", "decode"]) == 0, "nothing is run again"
+    lines = report(capsys)
+    assert [(line["dtype"], len(line["rows"])) for line in lines] == [("float32", 3), ("bfloat16", 2)]
+    assert lines[0]["rows"][0]["right"] == 3 and lines[0]["rows"][2]["settings"] == settings[1]
+    assert bench_real.interval(95, 100) == "89-98"  # Wilson's own, by hand
 
 
 @pytest.mark.parametrize("what, script", [("fuzz", "refusion"), ("long", "orthrus")])

@@ -26,8 +26,6 @@ from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import common
-
 SCRIPTS = ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila")
 MARKS = re.compile(r"^# =+ (frame: .*|main)$", re.MULTILINE)
 # what makes a run of a few steps: every script on its own tiny models
@@ -304,7 +302,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capsys):
         signal.signal(signal.SIGXFSZ, usual[1])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("refusion.py: ") and "File too large" in line
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock0"]
 
 
 @pytest.fixture(scope="module")
@@ -343,10 +341,10 @@ def test_a_finished_run_is_not_trained_over(script, trained, capsys):
 def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys):
     import refusion as script
 
-    tmp_path.joinpath(".lock").touch()
-    with open(tmp_path / ".lock") as lock:
+    tmp_path.joinpath(".lock0").touch()
+    with open(tmp_path / ".lock0") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run", tmp_path])
+        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run"])
     assert run(script, "--train", *short(steps=1), "--out", tmp_path) == 0
 
 

@@ -1,0 +1,176 @@
+"""The methods on real weights: every stage from one Hugging Face causal LM, its figures as they come.
+
+    python tests/bench_real.py --model smollm2                 all parts, hours on a CPU; then the table
+    python tests/bench_real.py --model smollm2 --minutes 50    what is not done then goes on next time
+    python tests/bench_real.py --model smollm2 --parts "train ar" "train orthrus" "decode orthrus"
+
+The settings are for SmolLM2-135M-Instruct without its chat template (rows of 46 tokens instead of 76). `train`
+parts call the scripts and tests/pretrain.py and leave a folder each under --out. `decode` parts decode --test
+by plain AR and by the method: at every setting in float32, at the first in bfloat16. Each is a line of
+--out/results.jsonl.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench_decode import ROOT, header, parser, table
+from bench_train import run_script
+
+from refusion import Config, encode_rows, load
+
+PRETRAIN = "tests/pretrain.py --objective"
+FEW = "--max_len 64 --accumulation 1 --warmup 0.05 --beta2 0.98 --lr_floor 0 --weight_decay 0 --batch_size"
+TRAIN = {  # folder: (script, the folder that it starts from, flags)
+    "ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 64 --lr 1e-4"),
+    "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4 --no-packing"),
+    "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
+    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 32 --steps 250 --lr 2e-4"),
+    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 100 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
+            " --max_len 56"),
+    "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 200 --lr 1e-4 --max_len 49 --block_size 7"
+                    " --sub_block_size 7"),
+}  # fmt: skip
+PAIRS = ((0.9, 0.9), (0.6, 0.3), (0.8, 0.6), (0.95, 0.95), (0.99, 0.99))
+DECODE = {  # script: (flags, settings: the first is the main one)
+    "orthrus": ("--merged 2", [{}]),
+    "refusion": ("--slot_size 4 --serial_blocks 1", [dict(tau_slot=a, tau_token=b) for a, b in PAIRS]),
+    "d2f": ("--decode_block_size 8", [dict(tau_conf=tau) for tau in (0.9, 0.5, 0.7, 0.95, 0.99)]),
+    "fastdllm_v2": ("--sub_block_size 7", [dict(tau=tau) for tau in (0.9, 0.5, 0.7, 0.95, 1.0)]),
+}
+
+
+def train(name, args, seconds):
+    """Run a stage, or go on with it, for so many seconds. Returns its minutes, and whether it is done."""
+    script, base, flags = TRAIN[name]
+    out = Path(args.out, name)
+    model = Path(args.out, base) if base else args.model
+    command = [sys.executable, *script.split(), "--train", "--model", model, "--out", out, "--data", args.data]
+    command += ["--dtype", args.dtype, "--device", args.device, *flags.split(), *args.more]
+    command += ["--resume"] if any(out.glob("step-*")) else []
+    clock = time.time()
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the step is finished and saved
+        status = process.wait(600)
+    if status not in (0, 143):
+        raise ValueError(f"train {name}: status {status}")
+    return dict(minutes=round((time.time() - clock) / 60, 1), done=status == 0)
+
+
+def decode(name, args, dtype):
+    """Plain AR and each setting, in one process. Returns their figures, those of `decode` in the scripts."""
+    script = importlib.import_module(name)
+    flags, settings = DECODE[name]
+    settings = settings if dtype == "float32" else settings[:1]
+    usual = script.decode
+    rows = []
+
+    def each_setting(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
+        for change in [{}] if ar is None or label.startswith("teacher") else settings:
+            one = dataclasses.replace(cfg, **change)
+            row = usual(label, run, decoder, model, tokenizer, problems, one, args, ar)
+            rows.append(row | dict(settings=change))
+        return rows[-1]
+
+    argv = ["--generate", "--out", Path(args.out, name), "--baseline", Path(args.out, "ar")]
+    argv += ["--test", args.test, "--problems", args.problems, "--max_new_tokens", 32]
+    argv += ["--dtype", dtype, "--device", args.device]
+    run_script(script, [*argv, *flags.split()], decode=each_setting)
+    return [{key: value for key, value in row.items() if key != "outputs"} for row in rows]
+
+
+def interval(right, n):
+    """95 % of a share, after Wilson, in per cent."""
+    z = 1.96
+    middle = (right + z * z / 2) / (n + z * z)
+    half = z * math.sqrt(right * (n - right) / n + z * z / 4) / (n + z * z)
+    return f"{100 * (middle - half):.0f}-{100 * (middle + half):.0f}"
+
+
+def show(lines, args):
+    """The table, in markdown."""
+    cfg = Config(model=args.model, data=args.data, max_len=64)
+    rows = encode_rows(load(Path(args.out, "ar"), cfg, None)[1], cfg)
+    length = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows) / len(rows)
+    print(f"\n{length:.1f} tokens a row")
+    table("stage", "starts from", "rows", "tokens", "minutes", "done")
+    table(*["---"] * 6)
+    for name, (_, base, flags) in TRAIN.items():
+        parts = [line for line in lines if line["part"] == f"train {name}"]
+        words = flags.split()
+        n = math.prod(int(words[words.index(flag) + 1]) for flag in ("--steps", "--batch_size"))
+        if parts:
+            minutes = sum(part["minutes"] for part in parts)
+            table(name, base or "the model", n, f"{n * length:,.0f}", f"{minutes:.0f}", parts[-1]["done"])
+    print()
+    figures = ("right", "95 %", "tokens per forward", "tok/s", "x AR", "texts as AR")
+    table("decoding", "settings", "dtype", *figures)
+    table(*["---"] * 9)
+    for line in lines:
+        for row in line.get("rows", ()):
+            said = " ".join(f"{key} {value}" for key, value in row["settings"].items())
+            n = row["problems"]
+            table(row["label"], said, line["dtype"], f"{row['right']} of {n}", interval(row["right"], n),
+                  *(float(row[key]) for key in ("tokens_per_forward", "tok_s", "x_ar")), row["same_as_ar"])
+
+
+def settings_of(argv):
+    """The arguments; flags that are not known here go to the stages that are trained."""
+    tiny = ROOT / "tests" / "tiny"
+    texts = dict(model="", out="runs/real", dtype="bfloat16")
+    texts |= dict(data=f"{tiny}/train.jsonl", test=f"{tiny}/test.jsonl")
+    found = parser(__doc__, minutes=(1e6, 1e6), problems=(200, 200), parts=([""], [""]),
+                   **{name: (text, text) for name, text in texts.items()})  # fmt: skip
+    args, more = found.parse_known_args(argv)
+    args.more = more
+    return args
+
+
+def main(argv=None):
+    """Returns the exit status: 1 where a part failed or was not reached; those done are in the table."""
+    args = settings_of(argv)
+    head = header(args.device)
+    end = time.time() + 60 * args.minutes
+    file = Path(args.out, "results.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    keys = [dict(part=f"train {name}", dtype=args.dtype) for name in TRAIN]
+    keys += [dict(part=f"decode {name}", dtype=dtype, problems=args.problems)
+             for name in DECODE for dtype in ("float32", "bfloat16")]  # fmt: skip
+    left = []
+    for key in keys:
+        kind, name = key["part"].split()
+        is_done = any(line.items() >= key.items() and line.get("done", True) for line in lines)
+        if is_done or not key["part"].startswith(tuple(args.parts)):
+            continue
+        seconds = end - time.time()
+        try:
+            if seconds < 60:
+                raise ValueError(f"{key['part']}: no time left")
+            if kind == "train":
+                made = train(name, args, seconds)
+            else:
+                made = dict(rows=decode(name, args, key["dtype"]))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            left.append(key["part"])
+            continue
+        lines.append(head | key | made)
+        with open(file, "a") as out:
+            out.write(json.dumps(lines[-1]) + "\n")
+        left += [] if made.get("done", True) else [key["part"]]
+    show(lines, args)
+    print(json.dumps(head | dict(rows=lines)))
+    return int(bool(left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
