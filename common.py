@@ -182,6 +182,8 @@ def check_config(config):
     name = getattr(config, "model_type", None)
     if name not in MODEL_TYPES:
         raise ValueError(f"model type {name!r} is not supported (supported: {', '.join(MODEL_TYPES)})")
+    if getattr(config, "quantization_config", None):
+        raise ValueError("quantised weights are not supported: name the checkpoint that they were made from")
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
     if sliding or (name == "mistral" and getattr(config, "sliding_window", None) is not None):
         raise ValueError(f"{name} with sliding-window layers is not supported")

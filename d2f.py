@@ -710,7 +710,8 @@ def stop_signals():
     stopped = []
     in_main = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in signals}
+    heeded = [s for s in signals if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
+    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in heeded}
     try:
         yield stopped
     finally:
@@ -727,7 +728,10 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
     lock = open(Path(cfg.out, f".lock{RANK}"), "w")  # closed, and so released, when fit ends
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: another run trains into cfg.out
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks
+        need(type(error) is not BlockingIOError, f"another run trains into {cfg.out}")
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
@@ -918,8 +922,6 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: lower --max_len, --max_new_tokens; train with --checkpointing --accumulation 0"
-    if isinstance(error, BlockingIOError):
-        line = "another run trains into the same --out"
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)

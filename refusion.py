@@ -112,6 +112,13 @@ TEMPLATE = {}  # arguments of the chat template: Qwen3's default  [code]
 # --------------------------------------------------------------------------------------------- training step
 
 
+def sizes(text):
+    """The numbers of a list like 2,4,8. Raises ValueError for anything else."""
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
+        raise ValueError(f"sizes are a list like 2,4,8, not {text!r}")
+    return [int(size) for size in text.split(",")]
+
+
 def draw_noise(batch, cfg, generator):
     """Per row: slot size k, noise level t, which slots are masked, the order of the clean ones.  [§4.3]
 
@@ -120,9 +127,9 @@ def draw_noise(batch, cfg, generator):
     buffer order.
     """
     draws = []
-    sizes = [int(size) for size in cfg.slot_sizes.split(",")]
+    options = sizes(cfg.slot_sizes)
     for row in batch:
-        k = sizes[torch.randint(len(sizes), (1,), generator=generator).item()]
+        k = options[torch.randint(len(options), (1,), generator=generator).item()]
         K = math.ceil(len(row["answer_ids"]) / k)
         t = torch.rand(1, generator=generator).item()
         p_mask = (1 - 1e-3) * t + 1e-3  # [code]
@@ -607,7 +614,8 @@ def stop_signals():
     stopped = []
     in_main = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in signals}
+    heeded = [s for s in signals if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
+    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in heeded}
     try:
         yield stopped
     finally:
@@ -624,7 +632,10 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
     lock = open(Path(cfg.out, f".lock{RANK}"), "w")  # closed, and so released, when fit ends
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: another run trains into cfg.out
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks
+        need(type(error) is not BlockingIOError, f"another run trains into {cfg.out}")
     model.forward = lambda inputs: training_loss(model, inputs, cfg)  # the call that FSDP2 hooks
     if WORLD > 1:
         shard(model, cfg)
@@ -815,8 +826,6 @@ def failed(error):
     line = " ".join(str(error).split()) or type(error).__name__
     if re.search("out of memory|allocate memory|MemoryError", line):
         line = "out of memory: lower --max_len, --max_new_tokens; train with --checkpointing --accumulation 0"
-    if isinstance(error, BlockingIOError):
-        line = "another run trains into the same --out"
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     print(f"{METHOD}.py: {line}", file=sys.stderr)

@@ -116,8 +116,8 @@ def test_functions_are_short(script):
 
 
 def test_helpers_of_the_same_name_are_the_same_text():
-    """`nucleus`, `draw_token`, `without_mask`: one form in all scripts that have them."""
-    for name in ("nucleus", "draw_token", "without_mask"):
+    """One form in all scripts that have them."""
+    for name in ("nucleus", "draw_token", "without_mask", "sizes"):
         texts = [inspect.getsource(getattr(script, name)) for script in map(importlib.import_module, SCRIPTS)
                  if hasattr(script, name)]  # fmt: skip
         assert len(texts) >= 2 and len({*texts}) == 1, name
@@ -243,20 +243,25 @@ def spawn(name, *args):
 def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, capsys, name, status):
     import refusion as script
 
-    calls, training_loss, usual = [], script.training_loss, signal.getsignal(getattr(signal, name))
+    calls, training_loss, number = [], script.training_loss, getattr(signal, name)
 
     def interrupted(*args):
         calls.append(1)
         if len(calls) == 2:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid(), number)
         return training_loss(*args)
 
     monkeypatch.setattr(script, "training_loss", interrupted)
-    assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
-    assert "saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
-    assert signal.getsignal(getattr(signal, name)) is usual
-    if name == "SIGINT":
-        assert run(script, "--train", "--resume", "--out", tmp_path, "--device", "cpu") == 0 and len(calls) == 3
+    usual = signal.signal(number, signal.default_int_handler)  # ignored where the suite runs in the background
+    try:
+        assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
+        assert "saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
+        assert signal.getsignal(number) is signal.default_int_handler
+        signal.signal(number, signal.SIG_IGN)  # what nohup does with SIGHUP: training goes on
+        calls.clear()
+        assert run(script, "--train", "--resume", "--out", tmp_path, "--steps", 5) == 0 and len(calls) == 3
+    finally:
+        signal.signal(number, usual)
 
 
 def test_kill_9_in_a_real_process(tmp_path):
@@ -338,13 +343,14 @@ def test_a_finished_run_is_not_trained_over(script, trained, capsys):
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys):
+def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys, monkeypatch):
     import refusion as script
 
     tmp_path.joinpath(".lock0").touch()
     with open(tmp_path / ".lock0") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run"])
+        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run", tmp_path])
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.lstat(tmp_path / "none"))  # a file system without locks
     assert run(script, "--train", *short(steps=1), "--out", tmp_path) == 0
 
 
@@ -590,7 +596,7 @@ def test_every_eos_of_the_config_ends_a_text(tmp_path):
 
 
 OWN = {  # flags of one method that cannot work
-    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x"],
+    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x", "--slot_sizes 0"],
     "d2f": ["--tau_add 2", "--tau_act -1", "--tau_conf nan", "--decode_block_size 0", "--schedule x", "--p_min 0",
             "--lora_rank 0", "--adapter not/there"],
     "fastdllm_v2": ["--tau 2", "--block_size 0", "--tau x"],
@@ -714,6 +720,8 @@ BROKEN = {  # name: (change of a folder, words of the line)
     "more layers in the config": (with_layers(1), ["missing", "layers."]),
     "fewer layers in the config": (with_layers(-1), ["more layers"]),
     "a token id outside the embedding": (with_word, ["embedding"]),
+    "quantised weights": (
+        lambda f: rewritten(f, "config.json", quantization_config={"quant_method": "fp8"}), ["quantised"]),
     "no EOS token": (lambda f: rewritten(f, "tokenizer_config.json", eos_token=None), ["EOS None"]),
     "mask and EOS are one token": (lambda f: rewritten(f, "config.json", mask_token_id=0), ["EOS 0, mask 0"]),
     "a chat template that only fails": (written("chat_template.jinja", "{{ raise_exception('x') }}"), ["cannot load"]),
