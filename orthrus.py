@@ -874,7 +874,7 @@ def report(rows, cfg):
 
 
 def train(cfg, folder):
-    """Train the second view, in float32; the rest stays as it is. folder: the save to go on from, or None."""
+    """Train the second view, in float32, on the base in cfg.dtype. folder: the save to go on from, or None."""
     source = folder or cfg.model
     model, tokenizer = load(source, cfg, getattr(torch, cfg.dtype), training=True)
     model.config.block_size = cfg.block_size  # said in config.json, as in the released checkpoints
