@@ -551,10 +551,11 @@ def read_data(path):
             continue
         try:
             row = json.loads(line.decode("utf-8-sig"))
-            asked = "\n".join(row[name] for name in ASKED if row.get(name))
-            answer = next((row[name] for name in ANSWERED if name in row), None)
-            turns = [dict(role="user", content=asked), dict(role="assistant", content=answer)]
-            *prompt, last = row.get("messages", turns if asked else [])
+            if "messages" not in row:
+                asked = "\n".join(row[name] for name in ASKED if row.get(name))
+                answer = next(row[name] for name in ANSWERED if name in row and asked)
+                row["messages"] = [dict(role="user", content=asked), dict(role="assistant", content=answer)]
+            *prompt, last = row["messages"]
             "".join(turn["role"] + turn["content"] for turn in [*prompt, last]).encode()  # no half characters
             need(last["role"] == "assistant" and re.compile(row.get("pattern") or ""), "no answer")
             rows.append((prompt, last["content"], row.get("pattern")))
@@ -837,10 +838,10 @@ def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
         seconds += lap
         if len(outputs) <= 4 or answer is None:
             print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
-            rounds = common.trace(tokenizer, outputs[-1], record) if ar else []
-            if args.trace:
+            rounds = common.trace(tokenizer, outputs[-1], record) if args.trace or args.trace_svg else []
+            if ar and args.trace:
                 common.show_trace(rounds, lap)
-            if args.trace_svg and ar and len(outputs) == 1:
+            if ar and args.trace_svg and len(outputs) == 1:
                 Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
     row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
     row["tok_s"] = round(row["new_tokens"] / seconds, 1)

@@ -930,7 +930,7 @@ def test_models_that_are_no_pair_are_refused(folders, tmp_path, capsys):
         write_qwen3(tmp_path / str(number), **others[number])
         with pytest.raises(ValueError, match=words):
             pair_of(folders[0], tmp_path / str(number))
-    for sizes in ("2,x", "0", "", "4,"):
+    for sizes in ("2,x", "0", "", "4,", "-4"):
         with pytest.raises(ValueError, match="a list like"):
             codila.sizes(sizes)
     # one line, status 2

@@ -462,6 +462,7 @@ ROWS = {
     "prompt/completion": {"prompt": "Tom has 3 red", "completion": " 3+4=7."},
     "instruction/output": {"instruction": "Tom has 3 red", "output": " 3+4=7."},
     "messages": {
+        "prompt": ["beside messages nothing else is read"],
         "messages": [{"role": "user", "content": "Tom has 3 red"}, {"role": "assistant", "content": " 3+4=7."}]
     },
 }
@@ -596,7 +597,7 @@ def test_every_eos_of_the_config_ends_a_text(tmp_path):
 
 
 OWN = {  # flags of one method that cannot work
-    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x", "--slot_sizes 0"],
+    "refusion": ["--tau_slot 1.5", "--tau_token -1", "--slot_size 0", "--masking x"],
     "d2f": ["--tau_add 2", "--tau_act -1", "--tau_conf nan", "--decode_block_size 0", "--schedule x", "--p_min 0",
             "--lora_rank 0", "--adapter not/there"],
     "fastdllm_v2": ["--tau 2", "--block_size 0", "--tau x"],
