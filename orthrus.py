@@ -875,7 +875,7 @@ def report(rows, cfg):
 
 
 def train(cfg, folder):
-    """Train the second view, in float32, on the base in cfg.dtype. folder: the save to go on from, or None."""
+    """Train the second view, in float32, beside the base in cfg.dtype; folder: the save to go on from."""
     source = folder or cfg.model
     model, tokenizer = load(source, cfg, getattr(torch, cfg.dtype), training=True)
     model.config.block_size = cfg.block_size  # said in config.json, as in the released checkpoints

@@ -4,10 +4,10 @@
     python tests/bench_real.py --model smollm2 --minutes 50    what is not done then goes on next time
     python tests/bench_real.py --model smollm2 --parts "train ar" "train orthrus" "decode orthrus"
 
-The settings are for SmolLM2-135M-Instruct without its chat template (rows of 46 tokens instead of 76). `train`
-parts call the scripts and tests/pretrain.py and leave a folder each under --out. `decode` parts decode --test
-by plain AR and by the method, in float32 and in bfloat16; in float32 half of it also at other thresholds. Each
-is a line of --out/results.jsonl.
+The settings are for SmolLM2-135M-Instruct without its chat template (rows of 46 tokens instead of 76).
+`train` parts call the scripts and tests/pretrain.py and leave a folder each under --out. `decode` parts
+decode --test by plain AR and by the method, in float32 and in bfloat16; in float32 half of it at other
+thresholds too. Each is a line of --out/results.jsonl.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ PRETRAIN = "tests/pretrain.py --objective"
 FEW = "--max_len 64 --accumulation 1 --warmup 0.05 --beta2 0.98 --lr_floor 0 --weight_decay 0 --batch_size"
 TRAIN = {  # folder: (script, the folder that it starts from, flags)
     "ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 64 --lr 1e-4"),
-    "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4 --no-packing"),
+    "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4"
+                " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
     "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 32 --steps 250 --lr 2e-4"),
     "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 100 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
@@ -50,8 +51,9 @@ def train(name, args, seconds):
     script, base, flags = TRAIN[name]
     out = Path(args.out, name)
     model = Path(args.out, base) if base else args.model
-    command = [sys.executable, *script.split(), "--train", "--model", model, "--out", out, "--data", args.data]
-    command += ["--dtype", args.dtype, "--device", args.device, *flags.split(), *args.more]
+    command = [sys.executable, *script.split(), "--train", "--model", model, "--out", out]
+    command += ["--data", args.data, "--dtype", args.dtype, "--device", args.device]
+    command += [*flags.split(), *args.more]
     command += ["--resume"] if any(out.glob("step-*")) else []
     clock = time.time()
     process = subprocess.Popen([str(word) for word in command], cwd=ROOT)
