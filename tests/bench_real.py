@@ -51,17 +51,21 @@ def train(name, args, seconds):
     script, base, flags = TRAIN[name]
     out = Path(args.out, name)
     model = Path(args.out, base) if base else args.model
-    command = [sys.executable, *script.split(), "--train", "--model", model, "--out", out]
+    if (out / "config.json").exists():
+        return dict(minutes=0.0, done=True)
+    command = [sys.executable, ROOT / script.split()[0], *script.split()[1:], "--train", "--model", model, "--out", out]
     command += ["--data", args.data, "--dtype", args.dtype, "--device", args.device]
     command += [*flags.split(), *args.more]
     command += ["--resume"] if any(out.glob("step-*")) else []
     clock = time.time()
-    process = subprocess.Popen([str(word) for word in command], cwd=ROOT)
+    process = subprocess.Popen([str(word) for word in command])
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # the step is finished and saved
         status = process.wait(600)
+    finally:
+        process.kill()
     if status not in (0, 143):
         raise ValueError(f"train {name}: status {status}")
     return dict(minutes=round((time.time() - clock) / 60, 1), done=status == 0)
