@@ -53,7 +53,8 @@ def train(name, args, seconds):
     model = Path(args.out, base) if base else args.model
     if (out / "config.json").exists():
         return dict(minutes=0.0, done=True)
-    command = [sys.executable, ROOT / script.split()[0], *script.split()[1:], "--train", "--model", model, "--out", out]
+    file, *words = script.split()
+    command = [sys.executable, ROOT / file, *words, "--train", "--model", model, "--out", out]
     command += ["--data", args.data, "--dtype", args.dtype, "--device", args.device]
     command += [*flags.split(), *args.more]
     command += ["--resume"] if any(out.glob("step-*")) else []
