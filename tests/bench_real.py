@@ -7,22 +7,28 @@
 The settings are for SmolLM2-135M-Instruct without its chat template (rows of 46 tokens instead of 76).
 `train` parts call the scripts and tests/pretrain.py and leave a folder each under --out. `decode` parts
 decode --test by plain AR and by the method, in float32 and in bfloat16; in float32 half of it at other
-thresholds too. Each is a line of --out/results.jsonl.
+thresholds too. Each is a line of --out/results.jsonl. CoDiLA writes the bodies of small Python functions, of
+which `right` counts those that ast.parse accepts; the other methods answer arithmetic problems.
 """
 
+import ast
 import dataclasses
 import importlib
 import json
 import math
+import random
+import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 from bench_decode import ROOT, header, parser, table
 from bench_train import run_script
 
-from refusion import Config, encode_rows, load
+from common import read_tokenizer
+from refusion import Config, encode_rows
 
 PRETRAIN = "tests/pretrain.py --objective"
 FEW = "--max_len 64 --accumulation 1 --warmup 0.05 --beta2 0.98 --lr_floor 0 --weight_decay 0 --batch_size"
@@ -31,11 +37,15 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
     "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4"
                 " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
-    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 32 --steps 250 --lr 2e-4"),
+    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 16 --steps 1000 --lr 4e-4"),
     "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 100 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
             " --max_len 56"),
-    "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 160 --lr 1e-4 --max_len 49 --block_size 7"
+    "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
                     " --sub_block_size 7"),
+    "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 64 --lr 1e-4"),
+    "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 500 --lr 4e-4"),
+    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 200 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
+               " --max_pad 8 --tags '<repo_name> <reponame>' --aux OUT/python-ar"),
 }  # fmt: skip
 PAIRS = ((0.9, 0.9), (0.6, 0.3), (0.8, 0.6), (0.95, 0.95), (0.99, 0.99))
 DECODE = {  # script: (flags, settings: the first is the main one)
@@ -43,7 +53,52 @@ DECODE = {  # script: (flags, settings: the first is the main one)
     "refusion": ("--slot_size 4 --serial_blocks 1", [dict(tau_slot=a, tau_token=b) for a, b in PAIRS]),
     "d2f": ("--decode_block_size 8", [dict(tau_conf=tau) for tau in (0.9, 0.5, 0.7, 0.95, 0.99)]),
     "fastdllm_v2": ("--sub_block_size 7", [dict(tau=tau) for tau in (0.9, 0.5, 0.7, 0.95, 1.0)]),
+    "codila": ("--table 2,4,8", [dict(tau=tau) for tau in (0.3, 0.1, 0.2, 0.5, 1.0)]),  # of dynamic
 }
+
+
+def write_python_rows(args):
+    """python-train.jsonl, python-test.jsonl (200 rows): small functions of Python's own library.
+
+    The prompt is `def NAME(...):`, the response its body; neither has more than 24 tokens, EOS counted.
+    """
+    tokenizer = read_tokenizer(args.model)
+    bodies = {}
+    for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        try:
+            tree = ast.parse("" if "site-packages" in file.parts else file.read_text("utf-8"))
+        except (SyntaxError, ValueError):  # the library's tests have such files
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list = []
+                head, _, body = ast.unparse(node).partition("\n")
+                lens = [len(tokenizer(text)["input_ids"]) for text in (head, "\n" + body)]
+                if lens[0] <= 24 and lens[1] < 24 and '"""' not in body:
+                    bodies.setdefault(head, body)
+    rows = [json.dumps(dict(prompt=head, response="\n" + body)) + "\n" for head, body in bodies.items()]
+    random.Random(0).shuffle(rows)
+    Path(args.out, "python-test.jsonl").write_text("".join(rows[:200]))
+    Path(args.out, "python-train.jsonl").write_text("".join(rows[200:]))
+
+
+def rows_of(name, args):
+    """The files that a stage or a method is trained on and decodes."""
+    if name != "codila" and not name.startswith("python"):
+        return args.data, args.test
+    files = [Path(args.out, f"python-{kind}.jsonl") for kind in ("train", "test")]
+    if not files[0].exists():
+        write_python_rows(args)
+    return files
+
+
+def is_python(text, answer, pattern):
+    """Whether the body of a function is well-formed."""
+    try:
+        ast.parse("def f():" + text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def train(name, args, seconds):
@@ -55,8 +110,8 @@ def train(name, args, seconds):
         return dict(minutes=0.0, done=True)
     file, *words = script.split()
     command = [sys.executable, ROOT / file, *words, "--train", "--model", model, "--out", out]
-    command += ["--data", args.data, "--dtype", args.dtype, "--device", args.device]
-    command += [*flags.split(), *args.more]
+    command += ["--data", rows_of(name, args)[0], "--dtype", args.dtype, "--device", args.device]
+    command += [*shlex.split(flags.replace("OUT", args.out)), *args.more]
     command += ["--resume"] if any(out.glob("step-*")) else []
     clock = time.time()
     process = subprocess.Popen([str(word) for word in command])
@@ -81,7 +136,8 @@ def decode(name, args, dtype):
     rows = []
 
     def each_setting(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-        for number, change in enumerate([{}] if ar is None or label.startswith("teacher") else settings):
+        is_single = ar is None or label.startswith("teacher") or (name == "codila" and cfg.mode != "dynamic")
+        for number, change in enumerate([{}] if is_single else settings):
             one = dataclasses.replace(cfg, **change)
             some = problems[: -(-len(problems) // 2)] if number else problems
             some = some[:20] if label.startswith("teacher") else some  # a whole text each forward
@@ -90,11 +146,12 @@ def decode(name, args, dtype):
         return rows[-1]
 
     argv = ["--generate", "--out", Path(args.out, name)]
-    if name != "orthrus":  # AR by its own base, which the folder holds in the dtype of the training
+    if name not in ("orthrus", "codila"):  # Orthrus: its own base, which the folder holds in the dtype of training
         argv += ["--baseline", Path(args.out, "ar")]
-    argv += ["--test", args.test, "--problems", args.problems, "--max_new_tokens", 32]
+    argv += ["--test", rows_of(name, args)[1], "--problems", args.problems, "--max_new_tokens", 32]
     argv += ["--dtype", dtype, "--device", args.device]
-    run_script(script, [*argv, *flags.split()], decode=each_setting)
+    judge = is_python if name == "codila" else script.is_right
+    run_script(script, [*argv, *flags.split()], decode=each_setting, is_right=judge)
     return [{key: value for key, value in row.items() if key != "outputs"} for row in rows]
 
 
@@ -108,19 +165,19 @@ def interval(right, n):
 
 def show(lines, args):
     """The table, in markdown."""
-    cfg = Config(model=args.model, data=args.data, max_len=64)
-    rows = encode_rows(load(Path(args.out, "ar"), cfg, None)[1], cfg)
-    length = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows) / len(rows)
-    print(f"\n{length:.1f} tokens a row")
-    table("stage", "starts from", "rows", "tokens", "minutes", "done")
+    print()
+    table("stage", "starts from", "rows", "tokens a row", "minutes", "done")
     table(*["---"] * 6)
     for name, (_, base, flags) in TRAIN.items():
         parts = [line for line in lines if line["part"] == f"train {name}"]
         words = flags.split()
         n = math.prod(int(words[words.index(flag) + 1]) for flag in ("--steps", "--batch_size"))
         if parts:
+            cfg = Config(data=rows_of(name, args)[0], max_len=64)
+            rows = encode_rows(read_tokenizer(args.model), cfg)
+            length = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows) / len(rows)
             minutes = sum(part["minutes"] for part in parts)
-            table(name, base or "the model", n, f"{n * length:,.0f}", f"{minutes:.0f}", parts[-1]["done"])
+            table(name, base or "the model", n, f"{length:.1f}", f"{minutes:.0f}", parts[-1]["done"])
     print()
     figures = ("right", "95 %", "tokens per forward", "tok/s", "x AR", "texts as AR")
     table("decoding", "settings", "dtype", *figures)

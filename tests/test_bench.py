@@ -206,6 +206,20 @@ def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
     assert bench_real.interval(95, 100) == "89-98"  # Wilson's own, by hand
 
 
+def test_python_rows_are_small_functions(tmp_path, monkeypatch):
+    source = "class A:\n    def f(self, x):\n        return x\n\ndef g():\n    'words'\n    return 1\n"
+    (tmp_path / "a.py").write_text(source + "async def h():\n    pass\ndef k():\n    return " + "1 + " * 30 + "1\n")
+    (tmp_path / "broken.py").write_text("def")
+    monkeypatch.setattr(bench_real.sysconfig, "get_path", lambda name: tmp_path)
+    args = bench_real.settings_of(["--model", str(TINY / "ar"), "--out", str(tmp_path)])
+    train, test = bench_real.rows_of("codila", args)
+    assert train.read_text() == "" and bench_real.rows_of("refusion", args) == (args.data, args.test)
+    (row,) = map(json.loads, test.read_text().splitlines())
+    assert row == dict(prompt="def f(self, x):", response="\n    return x")
+    judged = {text: bench_real.is_python(text, None, None) for text in (row["response"], " pass", "", "\nreturn", "\0")}
+    assert list(judged.values()) == [True, True, False, False, False]
+
+
 @pytest.mark.parametrize("what, script", [("fuzz", "refusion"), ("long", "orthrus")])
 def test_trials(capsys, what, script):
     stress.main([what, "--scripts", script, "--trials", "4"])
