@@ -188,8 +188,7 @@ def make_training_inputs(batch, draws, cfg):
         labels[r, P : P + N * B] = block_ids.masked_fill(~in_masked, -100)
         weights[r, P : P + N * B] = is_masked * (weight[cfg.weighting] / maskable)
         block_ids[is_masked] = cfg.mask_id
-    if labels.max() >= cfg.vocab_len:
-        raise ValueError(f"token {labels.max()} of an answer is not one of both models")
+    need(labels.max() < cfg.vocab_len, f"token {labels.max()} of an answer is not one of both models")
     return dict(input_ids=input_ids, labels=labels, weights=weights, block_size=torch.full(shape[:1], B))
 
 
@@ -323,8 +322,7 @@ def candidates(ids, P, cfg):
     there to the end of the last such block in the window. None if no place is open. The window keeps a far
     EOS from being written too early [paper]; it begins at the first such block [ours].
     """
-    ended = is_eos(ids[P:], cfg.eos_id).cumsum(0) > 0
-    is_open = (ids[P:] == cfg.mask_id) & ~ended
+    is_open = (ids[P:] == cfg.mask_id) & (is_eos(ids[P:], cfg.eos_id).cumsum(0) == 0)
     is_open = F.pad(is_open, (0, -len(is_open) % cfg.block_size)).view(-1, cfg.block_size)
     block_idx = is_open.any(1).nonzero()[:, 0]
     if not len(block_idx):
@@ -461,9 +459,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None, canvas_ids=No
             conf -= cfg.lam * (ar_ids.cpu() != draft_ids)
         # select: whole blocks, the prefix of one, or single tokens
         conf = F.pad(conf, (0, is_open.numel() - n)).view(is_open.shape)
-        chosen = SELECT[cfg.mode](is_open, conf, cfg)
-        # commit: what the AR model writes in the block, or else the drafts
-        for idx in chosen:
+        for idx in SELECT[cfg.mode](is_open, conf, cfg):
+            # commit: what the AR model writes in the block, or else the drafts
             if cfg.mode == "static" or (cfg.mode == "dynamic" and len(idx) > 1):
                 block_idx, last = divmod(idx[-1].item(), B)
                 own = slice(block_idx * B, block_idx * B + B)
@@ -510,8 +507,7 @@ def link_vocabularies(tokenizer, aux_tokenizer, cfg):
     if vocab_len < tokenizer.vocab_size or vocab_len <= tokenizer.eos_token_id:
         raise ValueError(f"the tokenizers of {cfg.model} and of the AR model part at id {vocab_len}")
     tag_ids = [theirs[tag] for tag in cfg.tags.split() if tag in theirs]
-    if len(tag_ids) != 2:
-        raise ValueError(f"--tags must be two tokens of the AR model, not {cfg.tags}")
+    need(len(tag_ids) == 2, f"--tags must be two tokens of the AR model, not {cfg.tags}")
     return vocab_len, tag_ids
 
 
@@ -522,8 +518,7 @@ def load_pair(name, cfg, dtype):
     Raises ValueError where one cannot be loaded, or the two are no pair.
     """
     backbone, tokenizer = load(cfg.model, cfg, getattr(torch, cfg.dtype))
-    if cfg.mask_id is None:
-        raise ValueError(f"{cfg.model} has no mask token: it is no masked diffusion LM")
+    need(cfg.mask_id is not None, f"{cfg.model} has no mask token: it is no masked diffusion LM")
     aux_model, aux_tokenizer = load(name, dataclasses.replace(cfg), dtype)  # a copy: load sets ids
     cfg.vocab_len, tag_ids = link_vocabularies(tokenizer, aux_tokenizer, cfg)
     ends = [tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>", cfg.vocab_len)]
@@ -978,7 +973,7 @@ def compare(args, cfg):
     problems = read_problems(lm_tokenizer, args, cfg)
     max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + cfg.max_new_tokens
     decoder = Decoder(lm.to(cfg.device), max_len)
-    ar = decode("plain AR", generate_ar, decoder, lm, lm_tokenizer, problems, cfg, args)
+    rows = [decode("plain AR", generate_ar, decoder, lm, lm_tokenizer, problems, cfg, args)]
     trained = newest(args.folder)  # or the diffusion LM that --model names
     pair, tokenizer, _ = load_pair(cfg.aux if str(trained) == cfg.model else trained, cfg, dtype)
     run = generate
@@ -995,10 +990,9 @@ def compare(args, cfg):
     max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + R
     pair.to(cfg.device)
     decoder = Decoder(pair.backbone, max_len), Decoder(pair.aux_model, 3 * R)
-    rows = [ar]
     for label, changes in plans:
         some = dataclasses.replace(cfg, **changes)
-        rows.append(decode(label, run, decoder, pair, tokenizer, problems, some, args, ar))
+        rows.append(decode(label, run, decoder, pair, tokenizer, problems, some, args, rows[0]))
     return rows
 
 

@@ -111,14 +111,13 @@ def noisy_clean(seq_len, block_size, views=1):
 def dual_view(context_len, block_size, anchors):
     """Orthrus's diffusion view: keys are context_len AR positions, then the rows of every block.
 
-    anchors (B, M) int64, one a block. A query sees the AR context strictly before the anchor of its block and
-    every row of its block.
+    anchors (B, M) int64, one a block, each in the context. A query sees the AR context strictly before the
+    anchor of its block and every row of its block.
     """
 
     def mask_mod(b, h, q_idx, kv_idx):
         block = q_idx // block_size
-        own_block = (kv_idx - context_len) // block_size == block
-        return ((kv_idx < context_len) & (kv_idx < anchors[b, block])) | ((kv_idx >= context_len) & own_block)
+        return (kv_idx < anchors[b, block]) | ((kv_idx - context_len) // block_size == block)
 
     return mask_mod
 
@@ -129,14 +128,12 @@ def merged_views(cache_len, ar_rows, block_size, group_idx):
     Keys: cache_len committed, then the rows of this forward. Group n is anchored at AR row group_idx[n], (N,)
     int64. AR rows are causal; a group sees the cache, the AR rows before its anchor and itself.
     """
+    ar = causal(cache_len)
+    diffusion = dual_view(cache_len + ar_rows, block_size, cache_len + group_idx[None])
 
     def mask_mod(b, h, q_idx, kv_idx):
-        key = kv_idx - cache_len
-        is_ar = q_idx < ar_rows
-        group = ((q_idx - ar_rows) // block_size).clamp(min=0)
-        last_seen = torch.where(is_ar, q_idx, group_idx[group] - 1)
-        own_group = ~is_ar & (key >= ar_rows) & ((key - ar_rows) // block_size == group)
-        return (key <= torch.where(key < ar_rows, last_seen, -1)) | own_group
+        row = (q_idx - ar_rows).clamp(min=0)  # of the diffusion view
+        return torch.where(q_idx < ar_rows, ar(b, h, q_idx, kv_idx), diffusion(b, h, row, kv_idx))
 
     return mask_mod
 
@@ -221,8 +218,7 @@ def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
     check_config(config)
     if meta:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return prepare(model)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
     kind = AutoModelForCausalLM if name else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, info = kind.from_pretrained(
         name, config=config, state_dict=state_dict, dtype=dtype, output_loading_info=True,
@@ -231,7 +227,7 @@ def from_pretrained(name, dtype, meta=False, config=None, state_dict=None):
         raise ValueError(f"the weights have more layers than the {config.num_hidden_layers} of the config")
     if gaps := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
         raise ValueError(f"weights are missing or of another shape: {', '.join(gaps[:3])}")
-    return prepare(model)
+    return model
 
 
 def prepare(backbone):
@@ -241,10 +237,8 @@ def prepare(backbone):
     buffer is cast with the model. Raises ValueError, one line, for what the walk does not cover.
     """
     check_config(backbone.config)
-    device = backbone.model.embed_tokens.weight.device
-    rotary = type(backbone.model.rotary_emb)(backbone.config)
-    inv_freq = rotary.inv_freq if device.type == "meta" else rotary.inv_freq.to(device)
-    backbone.rotary = (inv_freq, rotary.attention_scaling)
+    rotary = type(backbone.model.rotary_emb)(backbone.config).to(backbone.device)
+    backbone.rotary = (rotary.inv_freq, rotary.attention_scaling)
     for layer in backbone.model.layers:
         layer.forward = types.MethodType(_layer_forward, layer)
     return backbone
@@ -502,10 +496,9 @@ def trace(tokenizer, ids, record):
     """
     text = tokenizer.decode(ids)
     cuts = [0]
-    for i in range(1, len(ids)):
+    for i in range(1, len(ids) + 1):
         before = os.path.commonprefix([tokenizer.decode(ids[:i]), text])
         cuts.append(max(cuts[-1], len(before)))
-    cuts.append(len(text))
     rejected = {(number, index): token_id for number, index, token_id in record.get("rejected", ())}
     fixed = record["fixed_round"][: len(ids)]
 
@@ -568,13 +561,11 @@ def trace_svg(rounds, prompt=""):
     size = f'width="{width * 8.5 + 16:.0f}" height="{len(lines) * 20 + 12}"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="14">'
     svg += '<rect width="100%" height="100%" fill="#fff"/>'
-    for i, line in enumerate(lines, 1):
-        svg += f'\n<text x="8" y="{i * 20}" xml:space="preserve">{line}</text>'
-    return svg + "\n</svg>\n"
+    body = [f'<text x="8" y="{i * 20}" xml:space="preserve">{line}</text>' for i, line in enumerate(lines, 1)]
+    return "\n".join([svg, *body, "</svg>\n"])
 
 
 if __name__ == "__main__":
-    copies = "n0 n1 n2 n3 n4 n5 c0 c1 c2 c3 c4 c5".split()
     packed = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
     drawings = [
         ("full: everything sees everything (LLaDA, Dream, D2F's teacher)", full(), "012345", "012345"),
@@ -588,7 +579,7 @@ if __name__ == "__main__":
         ("block_causal: Fast-dLLM v2, blocks of 4 from the first token; 4 queries after 4 cached",
          block_causal(4, offset=4), "0123", "cccc1111"),
         ("noisy_clean: Fast-dLLM v2 training, 3 blocks of 2, noisy (n) then clean (c) tokens",
-         noisy_clean(6, 2), copies, "nnnnnncccccc"),
+         noisy_clean(6, 2), "n0 n1 n2 n3 n4 n5 c0 c1 c2 c3 c4 c5".split(), "nnnnnncccccc"),
         ("dual_view: Orthrus training, 6 AR keys (a), two diffusion blocks of 3 with anchors at 2 and 4",
          dual_view(6, 3, torch.tensor([[2, 4]])), "0a 0m 0m 1a 1m 1m".split(), "aaaaaa000111"),
         ("merged_views: Orthrus --merged, 3 cached keys (c), 3 AR rows (a), groups at AR rows 0 and 2",

@@ -132,13 +132,12 @@ def pad_rows(rows, cfg):
     padded = []
     for row in rows:
         *answer, eos_id = row["answer_ids"]
-        answer.append(cfg.eot_id or eos_id)
         room = cfg.max_len - len(row["prompt_ids"])
-        needed = len(answer) if cfg.long_rows == "drop" else min(100, cfg.max_len - 1)
+        needed = len(row["answer_ids"]) if cfg.long_rows == "drop" else min(100, cfg.max_len - 1)
         if row["prompt_ids"] and room >= needed:
-            padded.append(row | {"answer_ids": (answer + [eos_id] * room)[:room]})
-    if not padded:
-        raise ValueError(f"{cfg.data}: no row fits into max_len {cfg.max_len}")
+            answer += [cfg.eot_id or eos_id] + [eos_id] * room
+            padded.append(row | {"answer_ids": answer[:room]})
+    need(padded, f"{cfg.data}: no row fits into max_len {cfg.max_len}")
     if len(padded) < len(rows):
         print(f"{len(rows) - len(padded)} of {len(rows)} rows exceed max_len: dropped", file=sys.stderr)
     return padded
@@ -179,9 +178,8 @@ def make_training_inputs(batch, draws, cfg):
     weights = is_masked / is_masked.sum().clamp(min=1)  # the mean over masked tokens of the batch  [code]
     if cfg.objective != "reverse":
         weights = weights / p_mask  # [code]; not in Eq. 3
-    input_ids = ids.masked_fill(is_masked, cfg.mask_id)
-    labels = ids.masked_fill(~is_masked, -100)
-    return dict(input_ids=input_ids, labels=labels, weights=weights, prompt_lens=prompt_lens)
+    return dict(input_ids=ids.masked_fill(is_masked, cfg.mask_id), labels=ids.masked_fill(~is_masked, -100),
+                weights=weights, prompt_lens=prompt_lens)  # fmt: skip
 
 
 def token_distances(head, hidden, teacher_hidden, labels, cfg, chunk=2048):
@@ -244,15 +242,13 @@ def attach_adapter(model, cfg, tensors=None):
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(cfg.seed)
-    for layer in model.model.layers:
-        for linear in [getattr(layer.self_attn, name) for name in PROJECTIONS]:
-            bound = linear.in_features**-0.5
-            A = torch.empty(cfg.lora_rank, linear.in_features).uniform_(-bound, bound, generator=generator)
-            B = torch.zeros(linear.out_features, cfg.lora_rank)
-            linear.lora_A = torch.nn.Parameter(A.to(linear.weight.device))
-            linear.lora_B = torch.nn.Parameter(B.to(linear.weight.device))
-            linear.lora_scale = cfg.lora_alpha / cfg.lora_rank
-            linear.lora_dropout = cfg.lora_dropout
+    for linear in [getattr(layer.self_attn, name) for layer in model.model.layers for name in PROJECTIONS]:
+        bound = linear.in_features**-0.5
+        A = torch.empty(cfg.lora_rank, linear.in_features).uniform_(-bound, bound, generator=generator)
+        linear.lora_A = torch.nn.Parameter(A.to(linear.weight.device))
+        linear.lora_B = torch.nn.Parameter(linear.lora_A.new_zeros(linear.out_features, cfg.lora_rank))
+        linear.lora_scale = cfg.lora_alpha / cfg.lora_rank
+        linear.lora_dropout = cfg.lora_dropout
     if tensors is not None:
         wanted = {(name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
         if odd := wanted ^ {(name, tensor.shape) for name, tensor in tensors.items()}:
@@ -333,10 +329,9 @@ def select(conf, rank, block_idx, is_full, cfg):
 def forward(decoder, ids, mask_mod):
     """Hidden states (n, width) of ids (n,), the tokens after the committed part of the cache."""
     n = len(ids)
-    start = decoder.kv_cache.cache_len
-    positions = torch.arange(start, start + n)
-    mask = dense(mask_mod, 1, n, start + n)
-    return decoder(ids[None], positions[None], mask, decoder.kv_cache.scratch_idx(n))[0]
+    positions = decoder.kv_cache.scratch_idx(n)  # of a token in the text and of its entry in the cache
+    mask = dense(mask_mod, 1, n, decoder.kv_cache.cache_len + n)
+    return decoder(ids[None], positions[None], mask, positions)[0]
 
 
 @torch.no_grad()
@@ -350,25 +345,22 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     """
     P = prompt_ids.shape[1]
     B = cfg.decode_block_size
-    num_blocks = -(-cfg.max_new_tokens // B)
+    R = -(-cfg.max_new_tokens // B) * B  # at most so many tokens
     if len(prompt_ids) != 1 or P == 0 or max(cfg.tau_add, cfg.tau_act) > 1:  # above 1: never reached
         raise ValueError("D2F decodes one prompt of at least one token, with tau_add and tau_act at most 1")
-    decoder = (decoder or Decoder(model, P + num_blocks * B, project=adapted)).reset()
+    decoder = (decoder or Decoder(model, P + R, project=adapted)).reset()
     seq_ids = prompt_ids[0].cpu()  # the state of the loop lies on the CPU
-    fixed_round = torch.full((num_blocks * B,), -1)
-    is_full = []  # one bool a block: fully active, or semi-active
-    eos_seen = False
+    fixed_round = torch.full((R,), -1)
     last = None  # (1, width), hidden state of the last cached token
-
     while True:
         # append a semi-active block when the last one, at first the prompt, is far enough [Alg. 2 l.1, 3-4];
         # promote blocks whose predecessor is nearly finished to fully active, for good [Alg. 2 l.5-7]
         n_masks = (seq_ids[P:] == cfg.mask_id).view(-1, B).sum(1).tolist()
         decoded = [1.0] + [(B - n) / B for n in n_masks]  # shares of the prompt, block 0, block 1 ...
-        if len(is_full) < num_blocks and not eos_seen and decoded[-1] >= cfg.tau_add:
+        ended = is_eos(seq_ids[P:], cfg.eos_id).any()  # no further block, but those there are finished
+        if len(seq_ids) < P + R and not ended and decoded[-1] >= cfg.tau_add:
             seq_ids = F.pad(seq_ids, (0, B), value=cfg.mask_id)
-            is_full.append(False)
-        is_full = [flag or before >= cfg.tau_act for flag, before in zip(is_full, decoded)]
+        is_full = [before >= cfg.tau_act for before in decoded]  # of block 0, block 1 ...; shares never fall
         masked_idx = (seq_ids[P:] == cfg.mask_id).nonzero()[:, 0]  # (n,) places in the response
         if not len(masked_idx):
             break
@@ -387,10 +379,8 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         accept = select(conf, rank, masked_idx // B, is_full, cfg)
         # commit: all others stay masked [Alg. 2 l.13]
         new_idx = masked_idx[accept]
-        new_ids = pred_ids[accept]
-        seq_ids[P + new_idx] = new_ids
+        seq_ids[P + new_idx] = pred_ids[accept]
         fixed_round[new_idx] = decoder.forwards - 1  # a round is one forward
-        eos_seen |= is_eos(new_ids, cfg.eos_id).any().item()  # no further block, but those there are finished
     n = decoder.forwards
     record = dict(forwards=n, rounds=n, fixed_round=fixed_round[: len(seq_ids) - P].tolist())
     return seq_ids[None].to(prompt_ids.device), record
@@ -435,9 +425,9 @@ LLADA_STANDARD = dict(  # another value makes another architecture: refused
     activation_type="silu", include_bias=False, include_qkv_bias=False)  # fmt: skip
 # of a PEFT config: entries that are read or change nothing; values that mean plain LoRA. What is set besides
 # makes other arithmetic or, as PiSSA, changes the base.
-PEFT_FREE = """lora_alpha lora_dropout use_rslora target_modules peft_version revision task_type auto_mapping
-    base_model_name_or_path inference_mode eva_config megatron_core qalora_group_size""".split()
-PEFT_PLAIN = dict(r=range(1, 10**6), peft_type=["LORA"],
+PEFT_FREE = """lora_alpha lora_dropout use_rslora peft_version revision task_type auto_mapping inference_mode
+    base_model_name_or_path eva_config megatron_core qalora_group_size""".split()
+PEFT_PLAIN = dict(r=range(1, 10**6), peft_type=["LORA"], target_modules=[{*PROJECTIONS}],
                   init_lora_weights=[None, True, False, "gaussian", "eva", "orthogonal"])  # fmt: skip
 
 
@@ -455,8 +445,7 @@ def from_pretrained(name, dtype, meta=False):
     if raw.get("model_type") != "llada":
         return common.from_pretrained(name, dtype, meta)
     for key, value in LLADA_STANDARD.items():
-        if (raw.get(key, value) or False) != value:
-            raise ValueError(f"LLaDA with {key} {raw[key]!r} is not supported")
+        need((raw.get(key, value) or False) == value, f"LLaDA with {key} {raw.get(key)!r} is not supported")
     config = LlamaConfig(
         hidden_size=raw["d_model"], num_hidden_layers=raw["n_layers"], num_attention_heads=raw["n_heads"],
         num_key_value_heads=raw.get("n_kv_heads") or raw["n_heads"], intermediate_size=raw["mlp_hidden_size"],
@@ -485,14 +474,12 @@ def read_adapter(name, cfg):
         cfg.lora_rank = config["r"]
         cfg.lora_alpha = config["lora_alpha"] * (config["r"] ** 0.5 if config.get("use_rslora") else 1.0)
         cfg.lora_dropout = config.get("lora_dropout") or 0.0
-        targets = {target.split(".")[-1].replace("attn_out", "o_proj") for target in config["target_modules"]}
+        targets = {key.split(".")[-1].replace("attn_out", "o_proj") for key in config.pop("target_modules")}
     except Exception as error:
         raise ValueError(f"cannot load adapter {name}: {error!r}") from error
-    unset = [None, False, "none", {}, []]
-    odd = [key for key, value in config.items() if value not in PEFT_PLAIN.get(key, unset)]
-    odd = [key for key in odd if key not in PEFT_FREE] + ["target_modules"] * (targets != {*PROJECTIONS})
-    if odd:
-        raise ValueError(f"adapter {name} is not plain LoRA on {', '.join(PROJECTIONS)}: see {odd[0]}")
+    for key, value in [*config.items(), ("target_modules", targets)]:
+        is_plain = key in PEFT_FREE or value in PEFT_PLAIN.get(key, [None, False, "none", {}, []])
+        need(is_plain, f"adapter {name} is not plain LoRA on {', '.join(PROJECTIONS)}: see {key}")
     prefix = "base_model.model."
     return {as_llama(key.removeprefix(prefix)).removesuffix(".weight"): x for key, x in tensors.items()}
 
@@ -503,8 +490,7 @@ def load_student(name, cfg):
     The base is frozen, in cfg.dtype. Sets cfg.shifted, cfg.eot_id; empties cfg.adapter: a save will have it.
     """
     model, tokenizer = load(name, cfg, getattr(torch, cfg.dtype))
-    if cfg.mask_id is None:
-        raise ValueError(f"{name} has no mask token: it is no masked diffusion LM")
+    need(cfg.mask_id is not None, f"{name} has no mask token: it is no masked diffusion LM")
     cfg.shifted = getattr(model.config, "shifted_logits", cfg.shifted)
     cfg.eot_id = tokenizer.get_vocab().get("<|eot_id|>")  # LLaDA's; Dream's answers end with EOS  [code]
     tensors = None

@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -124,8 +124,7 @@ def pack_rows(rows, cfg):
     if cfg.packing:
         text = torch.cat(packed, dim=1)
         T = min(cfg.max_len, text.shape[1])
-        if T <= cfg.block_size:
-            raise ValueError(f"rows of {T} tokens have no room for a block of {cfg.block_size}")
+        need(T > cfg.block_size, f"rows of {T} tokens have no room for a block of {cfg.block_size}")
         packed = text[:, : text.shape[1] // T * T].split(T, dim=1)
     return packed
 
@@ -137,15 +136,13 @@ def draw_noise(batch, cfg, generator):
     reach beyond its end [ours], where nothing is learnt. Returns {"anchors": (B, M) int64, ascending;
     "is_valid": (B, M) bool, False for what fills up a row of fewer}.
     """
-    anchors = torch.zeros(len(batch), cfg.anchors, dtype=torch.int64)
-    is_valid = torch.zeros(len(batch), cfg.anchors, dtype=torch.bool)
+    anchors = torch.zeros(len(batch), cfg.anchors, dtype=torch.int64)  # 0 is no candidate
     for r, row in enumerate(batch):
         last = max(row.shape[1] - (cfg.block_size if cfg.packing else 2), 0)
         candidates = row[1, 1 : last + 1].nonzero()[:, 0] + 1
         picks = torch.randperm(len(candidates), generator=generator)[: cfg.anchors]
         anchors[r, : len(picks)] = candidates[picks].sort().values
-        is_valid[r, : len(picks)] = True
-    return {"anchors": anchors, "is_valid": is_valid}
+    return {"anchors": anchors, "is_valid": anchors > 0}
 
 
 def make_training_inputs(batch, draws, cfg):
@@ -158,9 +155,7 @@ def make_training_inputs(batch, draws, cfg):
         labels        (B, M, K-1)  x[a+1]  x[a+2]  ...          shifted: a row predicts the token after its
                                                                 own, the last mask nothing [code]
         weights       (B, M, K-1)  1 / (rows of the batch that count), 0 where the label is no answer token or
-                                   the anchor not valid
-
-    The loss is sum(weights * losses of the rows).
+                                   the anchor not valid: the loss is sum(weights * losses of the rows)
     """
     K = cfg.block_size
     T = padded_len(max(row.shape[1] for row in batch) + K - 2, cfg.device)
@@ -210,8 +205,7 @@ def training_loss(model, inputs, cfg):
         log_q = model.lm_head(student).float().log_softmax(-1)
         if cfg.objective == "ce":
             return F.nll_loss(log_q, labels, reduction="none")
-        with torch.no_grad():
-            log_p = model.lm_head(teacher).float().log_softmax(-1)
+        log_p = model.lm_head(teacher).float().log_softmax(-1)  # no gradient: states and head are frozen
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
     ar_hidden, hidden = both_views(model, inputs, cfg)
@@ -270,8 +264,7 @@ def accept(draft_ids, draft_probs, logits, cfg, generator):
     0) where one is rejected, else from p. Raises ValueError for another number of rows.
     """
     n = len(draft_ids)
-    if len(logits) != n + 1:
-        raise ValueError(f"{n} drafts are verified by {n + 1} rows of logits, not {len(logits)}")
+    need(len(logits) == n + 1, f"{n} drafts are verified by {n + 1} rows of logits, not {len(logits)}")
     if draft_probs is None:
         verify_ids = logits.argmax(-1).cpu()
         accepted_len = (draft_ids == verify_ids[:n]).cumprod(0).sum().item()
@@ -317,22 +310,18 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     views = decoder or make_views(model, P + cfg.max_new_tokens, cfg)
     for view in views[:3]:
         view.reset()
-    kv_cache = views.ar.kv_cache
     seq_ids = prompt_ids[0].cpu()
     fixed_round, rejected, accepted = [], [], []
     draft_logits = torch.empty(0, 1, device=prompt_ids.device)  # nothing is drafted before the prefill
-    ended = False
-    while not ended:  # seq_ids is x_0 .. x_a; the cache holds 0 .. a-1, all but the anchor x_a
-        a = len(seq_ids) - 1
-        start = kv_cache.cache_len
-        first = a - start  # row of the anchor in the AR view's forward: 0, in round 0 the prompt's last
-        room = P + cfg.max_new_tokens - len(seq_ids)  # tokens that may still be written
+    room = cfg.max_new_tokens  # tokens that may still be written, none after an EOS
+    while room:  # seq_ids is x_0 .. x_a; the cache holds 0 .. a-1, all but the anchor x_a
+        start = views.ar.kv_cache.cache_len
+        first = len(seq_ids) - 1 - start  # the anchor's row in the AR view's forward: 0, in round 0 the last
         # propose: the diffusion view over [x_a, masks], all see all; nothing is committed [Fig. 2(b), Step 1]
         if draft_logits is None:
-            block_ids = F.pad(seq_ids[a:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)
+            block_ids = F.pad(seq_ids[-1:], (0, min(cfg.block_size - 1, room)), value=cfg.mask_id)
             hidden = forward(views.diffusion, block_ids, full())
             draft_logits = model.lm_head(hidden[:-1])[:, : cfg.vocab_len]  # row i predicts x_{a+i+1} [code]
-        draft_logits = draft_logits[:room]
         draft_ids, draft_probs = propose(draft_logits, cfg, generator)
         # score: the AR view over [x_a, drafts], in round 0 over the prompt [§3.3]
         ar_ids = torch.cat([seq_ids[start:], draft_ids])
@@ -345,19 +334,17 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
         logits = model.lm_head(hidden[first : len(ar_ids)])[:, : cfg.vocab_len]
         # select: the drafts that the AR view keeps, and its own token, which is the next anchor [§3.3]
         accepted_len, next_id = accept(draft_ids, draft_probs, logits, cfg, generator)
-        new_ids = torch.cat([draft_ids[:accepted_len], next_id])[:room]
-        ends = is_eos(new_ids, cfg.eos_id).nonzero()[:1, 0].tolist()
-        new_ids = new_ids[: ends[0] + 1 if ends else None]
+        new_ids = trim(torch.cat([draft_ids[:accepted_len], next_id])[:room], cfg)  # not beyond an EOS
         # commit: the AR keys and values of the anchor and of the kept drafts [Fig. 2(b), Step 2]
-        kv_cache.commit(first + accepted_len + 1)
-        group = groups.get(first + accepted_len)  # merged: hidden states that draft what follows next_id
-        draft_logits = None if group is None else model.lm_head(group)[:, : cfg.vocab_len]
-        ended = bool(ends) or len(new_ids) == room
-        lost = enumerate(draft_ids[accepted_len:].tolist(), len(seq_ids) - P + accepted_len)
+        views.ar.kv_cache.commit(first + accepted_len + 1)
+        lost = enumerate(draft_ids[accepted_len:].tolist(), len(fixed_round) + accepted_len)
         rejected += [(len(accepted), index, token_id) for index, token_id in lost]
         fixed_round += [len(accepted)] * len(new_ids)
         accepted.append(accepted_len)
-        seq_ids = torch.cat([seq_ids, new_ids])
+        seq_ids = torch.cat([seq_ids, torch.tensor(new_ids)])
+        room = 0 if is_eos(seq_ids[-1], cfg.eos_id) else room - len(new_ids)
+        group = groups.get(first + accepted_len)  # merged: hidden states that draft what follows next_id
+        draft_logits = None if group is None else model.lm_head(group)[:room, : cfg.vocab_len]
     record = dict(forwards=sum(view.forwards for view in views[:3]), rounds=len(accepted),
                   fixed_round=fixed_round, rejected=rejected, accepted=accepted)  # fmt: skip
     return seq_ids[None].to(prompt_ids.device), record
@@ -396,9 +383,8 @@ def read_view(name):
     if not (folder / names[0]).exists():  # in parts; other files there are none of the model's
         names = {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()}
     tensors = {}
-    for path in [folder / name for name in names]:
-        with safe_open(path, "pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys() if "_diff." in key}
+    for file in names:
+        tensors |= {key: tensor for key, tensor in load_file(folder / file).items() if "_diff." in key}
     return tensors
 
 
@@ -887,13 +873,12 @@ def compare(args, cfg):
     """Decode the same prompts by plain AR, by Orthrus, and by its --merged form. Returns their figures."""
     dtype = getattr(torch, cfg.dtype)
     folder = newest(args.folder)
-    view = read_view(folder)
+    model, tokenizer = load(folder, cfg, dtype)
+    view = read_view(folder)  # after load, which fetches what is on the Hub
     if not view:
         print("the diffusion view is untrained: the same text, few tokens per forward", file=sys.stderr)
-    base = load(cfg.baseline, cfg, dtype)[0] if cfg.baseline else None
-    model, tokenizer = load(folder, cfg, dtype)
     attach(model, view, dtype).to(cfg.device)
-    base = (base or model).to(cfg.device)
+    base = load(cfg.baseline, copy.copy(cfg), dtype)[0].to(cfg.device) if cfg.baseline else model
     problems = read_problems(tokenizer, args, cfg)
     max_len = max(prompt_ids.shape[1] for prompt_ids, *_ in problems) + cfg.max_new_tokens
     rows = [decode("plain AR", generate_ar, Decoder(base, max_len), base, tokenizer, problems, cfg, args)]
