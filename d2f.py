@@ -45,9 +45,7 @@ import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.utils import cached_file, logging
@@ -509,14 +507,14 @@ def load_student(name, cfg):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
-COUNTS = "steps batch_size max_len save_every max_new_tokens problems".split()
-SHARED_LIMITS = dict.fromkeys(COUNTS, (1, 1e9)) | dict(
-    lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31),
-    temperature=(0, 1e9), accumulation=(0, 1e9))  # fmt: skip
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # shards to whole tensors, on rank 0
+SHARDS = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=WORLD > 1)  # and back
+BOUNDS = dict.fromkeys("steps batch_size max_len save_every max_new_tokens problems".split(), (1, 1e9))
+BOUNDS |= dict.fromkeys(("clip", "temperature", "accumulation"), (0, 1e9))
+BOUNDS |= dict(lr=(0, 10), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31))
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
-ANSWERED = ("response", "answer", "completion", "output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row: in this order, a line each
+ANSWERED = ("response", "answer", "completion", "output")  # the first of them
 
 
 def need(condition, message):
@@ -528,8 +526,7 @@ def need(condition, message):
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
-    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or ASKED and ANSWERED.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
@@ -554,10 +551,7 @@ def read_data(path):
 
 
 def encode(tokenizer, messages, answer=""):
-    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS.
-
-    Text stays text: the name of a special token in a message is never taken for the token.
-    """
+    """Lists of token ids: prompt in chat form, answer closed by EOS. A token's name in a row stays text."""
     plain = dict(add_special_tokens=False, split_special_tokens=True)
     answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
     text = "\n".join(turn["content"] for turn in messages)
@@ -575,9 +569,8 @@ def encode(tokenizer, messages, answer=""):
     except Exception as error:  # of the template's own, as for a role that it does not take
         raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
     prompt_ids = []
-    # a name without the mark is the template's own, and a token
     for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
-        how = plain | dict(split_special_tokens=mark in part)
+        how = plain | dict(split_special_tokens=mark in part)  # a name without it is the template's: a token
         prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
@@ -594,33 +587,28 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
-
-    A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
-    """
+    """(model, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len."""
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
         config = model.config
         cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
         known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
-        known += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        known += [cfg.vocab_len if training else None]
+        known += [*map(tokenizer.get_added_vocab().get, MASKS), cfg.vocab_len if training else None]
         cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
-        cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
+        eos_id = tokenizer.eos_token_id
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:  # one of our own, after the last token
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
-        need(cfg.eos_id not in (None, cfg.mask_id) and last < config.vocab_size,
-             f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of their own in an "
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, eos_id or 0)
+        need(eos_id not in (None, cfg.mask_id) and last < config.vocab_size,
+             f"EOS {eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of their own in an "
              f"embedding of {config.vocab_size}")  # fmt: skip
         need(encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"], "its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(config.eos_token_id) is list and not training:
-        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.eos_id = config.eos_token_id if type(config.eos_token_id) is list and not training else eos_id
     cfg.text_len = config.max_position_embeddings
     cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
@@ -638,21 +626,16 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = dcp.get_model_state_dict(part, options=WHOLE)
-    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights, moments = dcp.get_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
         part.config.trained_with = {"method": METHOD, **dataclasses.asdict(cfg)}
         weights = {name: weights[name] for name, _ in part.named_parameters()}  # a tied head once
         state = {f"{name} {key}": x for name, pair in moments["state"].items() for key, x in pair.items()}
-        try:
-            part.save_pretrained(tmp, state_dict=weights, max_shard_size="1000GB")
-            tokenizer.save_pretrained(tmp)
-            save_file(state, tmp / "optimizer.safetensors", {"rows": str(step * cfg.batch_size)})
-        except Exception:
-            shutil.rmtree(tmp)  # a full disk: the last save stays
-            raise
+        part.save_pretrained(tmp, state_dict=weights, max_shard_size="1000GB")
+        tokenizer.save_pretrained(tmp)
+        save_file(state, tmp / "optimizer.safetensors", {"rows": str(step * cfg.batch_size)})
         for path in tmp.glob("*.safetensors"):
             path.chmod((tmp / "config.json").stat().st_mode)  # what the umask asks for
         os.sync()
@@ -668,50 +651,30 @@ def save(part, tokenizer, optimizer, step, cfg):
 def resume(part, optimizer, folder):
     """Put AdamW's moments back, on each rank its shards; the weights are there. Returns the rows seen."""
     with safe_open(Path(folder, "optimizer.safetensors"), "pt") as file:
-        for name, p in part.named_parameters():
-            for key in ("step", "exp_avg", "exp_avg_sq") if p.requires_grad else ():
-                x = file.get_tensor(f"{name} {key}")
-                x = x.to(p.device) if key != "step" else x
-                sharded = WORLD > 1 and key != "step"
-                optimizer.state[p][key] = distribute_tensor(x, p.device_mesh, p.placements) if sharded else x
+        moments = dcp.get_optimizer_state_dict(part, optimizer)  # zeros in the place of each
+        for name, pair in moments["state"].items():
+            moments["state"][name] = {key: file.get_tensor(f"{name} {key}") for key in pair}
+        dcp.set_optimizer_state_dict(part, optimizer, moments, options=SHARDS)
         return int(file.metadata()["rows"])
 
 
 def shard(model, cfg):
     """FSDP2 in place, layer by layer. Rank 0 has read the weights; it sends the others their shards."""
     weights = model.state_dict() if RANK == 0 else {}
-    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(torch.device(cfg.device).type, (WORLD,))
+    policy = MixedPrecisionPolicy(getattr(torch, cfg.dtype), torch.float32, cast_forward_inputs=False)
+    mesh = dist.init_device_mesh(torch.device(cfg.device).type, (WORLD,))
     for module in [*(m for m in model.modules() if hasattr(m, "input_layernorm")), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=options)
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """A list that fills on Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved. Not in a thread."""
-    stopped = []
-    in_main = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    heeded = [s for s in signals if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
-    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in heeded}
-    try:
-        yield stopped
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+    dcp.set_model_state_dict(model, weights, options=SHARDS)
 
 
 def fit(model, part, tokenizer, rows, cfg, folder=None):
     """AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
 
-    part: what is trained and saved, the model or a module of it; folder: the save to go on from. Step s takes
-    rows and noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's weights are
-    set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
+    part: what is trained and saved, the model or a module of it; folder: the save to go on from. The loss's
+    weights are those of the whole batch: cutting it into micro-batches and ranks changes no gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
     lock = open(Path(cfg.out, f".lock{RANK}"), "w")  # closed, and so released, when fit ends
@@ -724,27 +687,31 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
         shard(model, cfg)
     model.to(cfg.device).train()
     device = torch.device(cfg.device)
-    trained = [p for p in part.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
+    optimizer = torch.optim.AdamW(part.parameters(), cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
     start = resume(part, optimizer, folder) // cfg.batch_size if folder else 0
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed))]
     parts = cfg.accumulation * WORLD or cfg.batch_size  # of a batch, one a forward
     losses = []
     clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
-    with stop_signals() as stopped:
+    stopped = []  # fills on Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, Path(cfg.out, "unfinished"), ignore_errors=True)  # of a full disk
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            usual = signal.getsignal(number)  # ignored under nohup
+            if usual != signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+                signal.signal(number, lambda number, _: stopped.append(number))
+                cleanup.callback(signal.signal, number, usual)
         for step in bar:
-            generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # noise and dropout
-            picks = range(step * cfg.batch_size, (step + 1) * cfg.batch_size)
-            batch = [rows[order[i % len(rows)]] for i in picks]
+            generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # noise, dropout: the same if resumed
+            batch = [rows[i % len(rows)] for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
             inputs = make_training_inputs(batch, draw_noise(batch, cfg, generator), cfg)
             total = torch.zeros(2, dtype=torch.float64, device=device)  # loss; ranks that were told to stop
             for i in range(RANK, parts, WORLD):
                 micro = {name: tensor[i::parts].to(device) for name, tensor in inputs.items()}
-                with autocast:
+                with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
                     loss = model(micro)[0]
                 (loss * WORLD).backward()  # FSDP2 takes the mean over ranks
                 total[0] += loss.detach()
@@ -753,7 +720,7 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
                 dist.all_reduce(total)
             losses.append(total[0].item())
             need(math.isfinite(losses[-1]), f"loss {losses[-1]} at step {step}: the last save stays")
-            torch.nn.utils.clip_grad_norm_(trained, cfg.clip)
+            torch.nn.utils.clip_grad_norm_(part.parameters(), cfg.clip)
             cosine = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / cfg.steps)) / 2
             lr = cfg.lr * min(cosine, (step + 1) / max(cfg.warmup * cfg.steps, 1))
             optimizer.param_groups[0]["lr"] = lr
@@ -794,7 +761,7 @@ def trim(ids, cfg):
 
 
 def is_right(text, answer, pattern):
-    """By the row's pattern; else by the number after #### where the answer has one; else as it stands."""
+    """By the row's pattern, a regular expression; else the number after ####, if any; else as it stands."""
     if pattern is not None:
         return re.fullmatch(pattern, text.strip()) is not None
     if "####" in answer:
@@ -804,33 +771,29 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
-
-    ar: what this function returned for plain AR.
-    """
+    """Decode one by one; prints the first texts, and figures, which it returns; ar: those of plain AR."""
     need(cfg.mask_id is not None or run is generate_ar, "the model has no mask token")
     generator = torch.Generator().manual_seed(cfg.seed)
     row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
-    outputs, seconds = [], 0.0
+    outputs, laps = [], []
     for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
-        lap = time.time() - kernels.GraphReplay.setup_seconds - clock
+        laps.append(time.time() - kernels.GraphReplay.setup_seconds - clock)
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         row["right"] += answer is not None and is_right(text, answer, pattern)
         row["new_tokens"] += len(outputs[-1])
         row["forwards"] += record["forwards"]
-        seconds += lap
         if len(outputs) <= 4 or answer is None:
             print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
             rounds = common.trace(tokenizer, outputs[-1], record) if args.trace or args.trace_svg else []
             if ar and args.trace:
-                common.show_trace(rounds, lap)
+                common.show_trace(rounds, laps[-1])
             if ar and args.trace_svg and len(outputs) == 1:
                 Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
-    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
-    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)  # of totals, as those below
+    row["tok_s"] = round(row["new_tokens"] / sum(laps), 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
     row["right"] = None if answer is None else row["right"]  # prompts have no answers
@@ -839,11 +802,7 @@ def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
 
 
 def parse(argv):
-    """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
-
-    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
-    save to go on from, or None.
-    """
+    """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config."""
     logging.set_verbosity_error()  # what is wrong is said in one line
     logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
@@ -872,24 +831,22 @@ def parse(argv):
     need(args.train or args.generate, "nothing to do: say --train, --generate or both")
     need(is_done or not from_out, f"nothing is trained in {out}: --train first, or name a --model")
     need(args.resume or not (args.train and is_done), f"{out} holds a run: --resume it or name another --out")
-    args.folder = out if args.train or from_out else model
-    args.resume = newest(out) if args.resume else None
+    args.folder = out if args.train or from_out else model  # what --generate decodes
+    args.resume = newest(out) if args.resume else None  # the save to go on from
     source = str(newest(out if from_out else model))
     try:
-        trained_with = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
-        made_by = trained_with["method"]
+        past = {"method": METHOD} | PretrainedConfig.get_config_dict(source)[0].get("trained_with", {})
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    need(made_by == METHOD, f"{source} was trained by {made_by}.py")
+    need(past["method"] == METHOD, f"{source} was trained by {past['method']}.py")
     if not args.train:
-        given["model"] = trained_with.get("model", source)  # the base
-    kept = fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
-    trained_with = {name: value for name, value in trained_with.items() if name in kept}
+        given["model"] = past.get("model", source)  # the base
+    kept = past.keys() & fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
     tiny = TINY if Path(model).resolve() == Path(Config.model) else {}
-    cfg = Config(**(tiny | trained_with | given))
+    cfg = Config(**(tiny | {name: past[name] for name in kept} | given))
     on_gpu = cfg.device.startswith("cuda")
     need(torch.cuda.is_available() or not on_gpu, "there is no CUDA device: --device cpu")
-    for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
+    for name, (low, high) in {**BOUNDS, **LIMITS}.items():
         value = getattr(cfg, name)
         need(low <= value <= high, f"{name} must lie in [{low}, {high}], not {value}")  # nan is refused too
     need(args.prompt or cfg.test or not args.generate, "--test FILE or --prompt TEXT must say what to decode")

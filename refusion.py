@@ -43,12 +43,9 @@ import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
-from transformers import PretrainedConfig
-from transformers.utils import logging
+from transformers import PretrainedConfig, logging
 
 import common
 from common import Decoder, build_mask, causal, completion_rows, dense, from_pretrained, generate_ar, is_eos
@@ -134,14 +131,13 @@ def draw_noise(batch, cfg, generator):
         t = torch.rand(1, generator=generator).item()
         p_mask = (1 - 1e-3) * t + 1e-3  # [code]
         if cfg.masking == "fixed":
-            masked = torch.randperm(K, generator=generator)[: int(t * K)].tolist()  # [§4.3 (1)]
-            slot_masked = [slot_idx in masked for slot_idx in range(K)]
+            chosen = torch.randperm(K, generator=generator)[: int(t * K)]  # [§4.3 (1)]
+            masked = torch.isin(torch.arange(K), chosen)
         else:
-            slot_masked = (torch.rand(K, generator=generator) < p_mask).tolist()  # one draw a slot [code]
-        clean = [slot_idx for slot_idx in range(K) if not slot_masked[slot_idx]]
-        order = torch.randperm(len(clean), generator=generator).tolist()  # [§4.3 (2)]
-        draw = dict(slot_size=k, p_mask=p_mask, slot_masked=slot_masked)
-        draws.append(draw | dict(clean_slot_order=[clean[i] for i in order]))
+            masked = torch.rand(K, generator=generator) < p_mask  # one draw a slot [code]
+        clean = (~masked).nonzero()[:, 0]
+        order = clean[torch.randperm(len(clean), generator=generator)].tolist()  # [§4.3 (2)]
+        draws.append(dict(slot_size=k, p_mask=p_mask, slot_masked=masked.tolist(), clean_slot_order=order))
     return draws
 
 
@@ -160,43 +156,35 @@ def make_training_inputs(batch, draws, cfg):
         paper:  L_ARM 1 / (B * AR targets of the row),    L_MDM 1 / (B * masked tokens of the row)
     """
     B = len(batch)
-    lengths = [len(row["prompt_ids"]) + len(row["answer_ids"]) for row in batch]
-    L = padded_len(max(lengths), cfg.device)
-    inputs = dict(
-        input_ids=torch.full((B, L), cfg.eos_id),
-        position_ids=torch.arange(L).repeat(B, 1),
-        labels=torch.full((B, L), -100),
-        is_masked=torch.zeros(B, L, dtype=torch.bool),
-        weights=torch.zeros(B, L),
-    )
+    L = padded_len(max(len(row["prompt_ids"] + row["answer_ids"]) for row in batch), cfg.device)
+    input_ids = torch.full((B, L), cfg.eos_id)
+    position_ids = torch.arange(L).repeat(B, 1)
+    labels = torch.full((B, L), -100)
+    is_masked = torch.zeros(B, L, dtype=torch.bool)
     for r, (row, draw) in enumerate(zip(batch, draws)):
-        answer = row["answer_ids"]
+        ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
         P = len(row["prompt_ids"])
-        A = len(answer)
-        k = draw["slot_size"]
-        slots = [list(range(i, min(i + k, A))) for i in range(0, A, k)]  # the ragged tail is a slot too
+        N = len(ids)
+        slots = torch.arange(P, N).split(draw["slot_size"])  # text places; the ragged tail is a slot too
         clean = [slots[slot_idx] for slot_idx in draw["clean_slot_order"]]
-        masked = [i for slot, is_masked in zip(slots, draw["slot_masked"]) if is_masked for i in slot]
-        order = [i for slot in clean for i in slot]  # answer index of each clean token, in buffer order
-        targets = [answer[j] if j >= 0 else -100 for slot in clean for j in [*slot[1:], -1]]
-        n_ar = sum(target != -100 for target in targets)
-        middle = P + len(order)  # where the masks start in the buffer
-        inputs["input_ids"][r, :middle] = torch.tensor(row["prompt_ids"] + [answer[i] for i in order])
-        inputs["input_ids"][r, middle : P + A] = cfg.mask_id
-        inputs["position_ids"][r, P : P + A] = P + torch.tensor(order + masked)
-        inputs["labels"][r, P : P + A] = torch.tensor(targets + [answer[i] for i in masked])
-        inputs["is_masked"][r, middle : P + A] = True
-        if cfg.loss_norm == "paper":  # mean over the n (k-1) and the n k targets of the row  [Eq. 2, 3]
-            inputs["weights"][r, P:middle] = 1 / (B * max(n_ar, 1))
-            inputs["weights"][r, middle : P + A] = cfg.mdm_weight / (B * max(len(masked), 1))
-        else:
-            inputs["weights"][r, P:middle] = 1.0
-            inputs["weights"][r, middle : P + A] = cfg.mdm_weight / (B * draw["p_mask"] * A)
-    inputs["weights"][inputs["labels"] == -100] = 0.0
-    is_ar = (inputs["labels"] != -100) & ~inputs["is_masked"]
-    if cfg.loss_norm == "code":
-        inputs["weights"][is_ar] /= is_ar.sum()  # one token mean over the batch; no target, no term
-    return inputs
+        masked = [slot for slot, slot_masked in zip(slots, draw["slot_masked"]) if slot_masked]
+        order = torch.cat([torch.arange(P), *clean, *masked])  # text place of each token of the buffer
+        shifted = [F.pad(ids[slot[1:]], (0, 1), value=-100) for slot in clean]
+        input_ids[r, :N] = ids[order]
+        position_ids[r, :N] = order
+        labels[r, P:N] = torch.cat([*shifted, *(ids[slot] for slot in masked)])
+        is_masked[r, P + sum(map(len, clean)) : N] = True
+    is_ar = (labels != -100) & ~is_masked
+    if cfg.loss_norm == "paper":  # mean over the n (k-1) and the n k targets of the row  [Eq. 2, 3]
+        n_ar = B * is_ar.sum(1, keepdim=True).clamp(min=1)
+        n_mdm = B * is_masked.sum(1, keepdim=True).clamp(min=1)
+    else:  # one token mean over the batch; no target, no term
+        n_ar = is_ar.sum().clamp(min=1)
+        n_mdm = [[B * draw["p_mask"] * len(row["answer_ids"])] for row, draw in zip(batch, draws)]
+        n_mdm = torch.tensor(n_mdm, dtype=torch.float64)  # (B, 1)
+    weights = (is_ar / n_ar + is_masked * (cfg.mdm_weight / n_mdm.double())).float()
+    return dict(input_ids=input_ids.masked_fill(is_masked, cfg.mask_id), position_ids=position_ids,
+                labels=labels, is_masked=is_masked, weights=weights)  # fmt: skip
 
 
 def training_loss(model, inputs, cfg):
@@ -238,11 +226,10 @@ def propose(logits, cfg, generator):
     is at temperature 1 and counts the mask token in [code].
     """
     allowed = without_mask(logits, cfg)
+    draft_ids = allowed.argmax(-1)
     if cfg.temperature > 0:
         u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
         draft_ids = draw_token((allowed / cfg.temperature).softmax(-1), u)
-    else:
-        draft_ids = allowed.argmax(-1)
     conf = logits[:, : cfg.vocab_len].float().softmax(-1).gather(-1, draft_ids[:, None])[:, 0]
     return draft_ids.cpu(), conf.cpu()
 
@@ -257,85 +244,75 @@ def select_slots(conf, tau_slot):
     return slot_idx if len(slot_idx) else certainty.argmax().view(1)
 
 
-def good_drafts(logits, draft_ids, cfg):
+def good_drafts(model, hidden, draft_ids, cfg):
     """Whether P(d(i,j) | all before it in the buffer) passes tau_token, strictly. -> (m, k) bool, on the CPU
 
-    logits (m, k-1, V) of the rows before tokens 2..k of each slot, draft_ids (m, k). A slot's first token has
-    passed with the certainty that chose it.  [Eq. 7]
+    draft_ids (m, k), hidden (m k, width) of their forward: each row predicts the next token of its slot, the
+    last row of a slot nothing. Its first token has passed with the certainty that chose it.  [Eq. 7]
     """
+    logits = model.lm_head(hidden.view(*draft_ids.shape, -1)[:, :-1])  # (m, k-1, V)
     probs = logits[..., : cfg.vocab_len].float().softmax(-1)
     targets = draft_ids[:, 1:, None].to(logits.device, non_blocking=True)
     return F.pad(probs.gather(-1, targets)[..., 0].cpu() > cfg.tau_token, (1, 0), value=True)
 
 
-def forward(decoder, ids, positions, mask_mod, places=None):
+def forward(decoder, ids, positions, mask_mod, write_idx):
     """Hidden states (n, width) of ids (n,) at text positions (n,), after the committed part of the cache.
 
-    places (n,): where in the scratch their keys and values go, ascending; None: one after the other.
+    write_idx (n,): where in the cache their keys and values go, ascending.
     """
-    n = len(ids)
-    places = torch.arange(n) if places is None else places
-    write_idx = decoder.kv_cache.scratch_idx(int(places[-1]) + 1)[places]
-    mask = dense(mask_mod, 1, n, int(write_idx[-1]) + 1)
+    mask = dense(mask_mod, 1, len(ids), int(write_idx[-1]) + 1)
     return decoder(ids[None], positions[None], mask, write_idx)[0]
 
 
-def complete_rows(model, decoder, token_ids, good, position_ids, cfg):
+def complete_rows(model, decoder, draft_ids, ok, position_ids, cfg):
     """Parallel iterative completion: every selected slot on a row of its own until all its tokens are good.
 
-    token_ids (m, k) drafts; good (m, k) bool, a prefix of each row; position_ids (m, k). The rows are packed
-    in one sequence and leave their keys and values in scratch, row after row. Returns (tokens up to an EOS,
-    flat; row of the EOS or None; iterations): rows after the EOS are dropped.  [App. A.3, Eq. 8 and 9]
+    draft_ids (m, k); ok (m, k) bool, what has passed; position_ids (m, k). The rows are packed in one
+    sequence and leave their keys and values in scratch, row after row. Returns (tokens up to an EOS, flat;
+    iterations): rows after the EOS are dropped.  [App. A.3, Eq. 8 and 9]
     """
-    k = token_ids.shape[1]
-    token_ids = token_ids.clone()
-    good = good.clone()
+    k = ok.shape[1]
+    token_ids = draft_ids.clone()
+    good = ok.cummin(dim=1).values  # a prefix of each row
     start = 0
     iterations = 0
-    eos_row = None
     while not good.all():
         # predict [Eq. 9]: a mask wherever a token is not good yet, the argmax whatever the temperature [code]
         todo = ~good
         m = len(todo)
         window = slice(start, k)  # of every row
         window_pos = position_ids[:m, window].flatten()
-        places = torch.arange(m * k).view(m, k)[:, window].flatten()
+        write_idx = decoder.kv_cache.scratch_idx(m * k).view(m, k)[:, window].flatten()
         mask_mod = completion_rows(decoder.kv_cache.cache_len, k, start)
         masked_ids = token_ids.masked_fill(todo, cfg.mask_id)[:, window].flatten()
-        hidden = forward(decoder, masked_ids, window_pos, mask_mod, places)
+        hidden = forward(decoder, masked_ids, window_pos, mask_mod, write_idx)
         rows = todo[:, window].flatten().nonzero()[:, 0].to(hidden.device, non_blocking=True)
-        logits = model.lm_head(hidden[rows])
-        token_ids[todo] = without_mask(logits, cfg).argmax(-1).cpu()
+        token_ids[todo] = without_mask(model.lm_head(hidden[rows]), cfg).argmax(-1).cpu()
         # verify [Eq. 8]: good stays good, and each unfinished row gains at least one token [code]
-        hidden = forward(decoder, token_ids[:, window].flatten(), window_pos, mask_mod, places)
-        logits = model.lm_head(hidden.view(m, k - start, -1)[:, :-1])  # a slot's last row predicts nothing
-        sure = good_drafts(logits, token_ids[:, window], cfg)
+        hidden = forward(decoder, token_ids[:, window].flatten(), window_pos, mask_mod, write_idx)
+        sure = good_drafts(model, hidden, token_ids[:, window], cfg)
         forced = F.pad(good[:, start:-1], (1, 0), value=True)
         good[:, window] = (forced | sure).cummin(dim=1).values
-        found = (is_eos(token_ids, cfg.eos_id) & good)[:, window].any(dim=1).nonzero()
-        if len(found):
-            eos_row = found[0, 0].item()
-            token_ids = token_ids[: eos_row + 1]
-            good = good[: eos_row + 1]
-            good[eos_row] = True
-        if not good.all():
-            start += good[:, start:].sum(dim=1).min().item() - 1  # the last common token predicts the next
+        ended = (is_eos(token_ids, cfg.eos_id) & good).any(dim=1).nonzero()[:1, 0].tolist()
+        if ended:
+            token_ids = token_ids[: ended[0] + 1]
+            good = good[: ended[0] + 1]
+            good[-1] = True
+        start = good.sum(dim=1).min().item() - 1  # the last common token predicts the next
         iterations += 1
-    eos_idx = is_eos(token_ids.flatten(), cfg.eos_id).nonzero()[:1, 0].tolist()
-    return token_ids.flatten()[: eos_idx[0] + 1 if eos_idx else None], eos_row, iterations
+    return token_ids.flatten()[: accept(token_ids, good, cfg)], iterations
 
 
 def accept(draft_ids, ok, cfg):
-    """What verification keeps: the longest good prefix up to an EOS, else its whole slots.  [below Eq. 7]
+    """How many drafts stay: the longest good prefix up to an EOS, else its whole slots.  [below Eq. 7]
 
-    draft_ids (m, k) int64, ok (m, k) bool. Returns (tokens, slots, row of the EOS or None).
+    draft_ids (m, k) int64, ok (m, k) bool.
     """
     k = ok.shape[1]
     prefix_len = ok.flatten().cummin(0).values.sum().item()  # l
     eos_idx = is_eos(draft_ids.flatten()[:prefix_len], cfg.eos_id).nonzero()[:1, 0].tolist()
-    if eos_idx:
-        return eos_idx[0] + 1, eos_idx[0] // k + 1, eos_idx[0] // k
-    return prefix_len // k * k, prefix_len // k, None  # floor(l / k) slots
+    return eos_idx[0] + 1 if eos_idx else prefix_len // k * k  # floor(l / k) slots
 
 
 @torch.no_grad()
@@ -361,7 +338,6 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
     buffer_ids = prompt_ids[0].cpu()
     buffer_pos = torch.arange(P)
     fixed_round, ratios, rejected = [], [], []
-    eos_seen = False
     for block_start in range(P, P + R, block_len):  # serial blocks  [§5.1]
         todo = torch.arange(block_start, block_start + block_len).view(-1, k)  # (n, k) places of masked slots
         plan = None  # logits at the masks of todo; the verification before may have computed them
@@ -371,33 +347,30 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
                 start = kv_cache.cache_len
                 ids = F.pad(buffer_ids[start:], (0, todo.numel()), value=cfg.mask_id)
                 positions = torch.cat([buffer_pos[start:], todo.flatten()])
-                hidden = forward(decoder, ids, positions, causal(start))
+                hidden = forward(decoder, ids, positions, causal(start), kv_cache.scratch_idx(len(ids)))
                 kv_cache.commit(len(buffer_ids) - start)  # never the masks
                 plan = model.lm_head(hidden[-todo.numel() :])
             draft_ids, conf = propose(plan, cfg, generator)
             # score and select: slots by the certainty of their first token [Eq. 6]
             slot_idx = select_slots(conf.view(-1, k), cfg.tau_slot)
-            stays = torch.ones(len(todo), dtype=torch.bool).index_fill(0, slot_idx, False)
-            slot_pos = todo[slot_idx]  # (m, k)
-            draft_ids = draft_ids.view(-1, k)[slot_idx]
-            n_drafts = draft_ids.numel()
+            draft_ids = draft_ids.view(-1, k)[slot_idx]  # (m, k)
+            new_ids = draft_ids.flatten()
+            new_pos = todo[slot_idx].flatten()
             # verify: all drafts in one sequence, where a slot sees the drafts of the slots before it [Eq. 7]
-            ahead = todo[stays & cfg.plan_ahead].flatten()  # masks after the drafts, for the next plan
-            ids = F.pad(draft_ids.flatten(), (0, len(ahead)), value=cfg.mask_id)
-            positions = torch.cat([slot_pos.flatten(), ahead])
-            hidden = forward(decoder, ids, positions, causal(kv_cache.cache_len))
-            logits = model.lm_head(hidden[:n_drafts].view(-1, k, hidden.shape[-1])[:, :-1])  # (m, k-1, V)
-            ok = good_drafts(logits, draft_ids, cfg)
-            n_kept, n_slots, eos_row = accept(draft_ids, ok, cfg)
-            plan = model.lm_head(hidden[n_drafts:]) if len(ahead) and n_kept == n_drafts else None
-            new_ids, new_pos, iterations = draft_ids.flatten(), slot_pos.flatten(), 0
+            ahead = todo[~torch.isin(todo[:, 0], new_pos) & cfg.plan_ahead].flatten()  # for the next plan
+            ids = F.pad(new_ids, (0, len(ahead)), value=cfg.mask_id)
+            positions = torch.cat([new_pos, ahead])
+            mask_mod = causal(kv_cache.cache_len)
+            hidden = forward(decoder, ids, positions, mask_mod, kv_cache.scratch_idx(len(ids)))
+            ok = good_drafts(model, hidden[: len(new_ids)], draft_ids, cfg)
+            n_kept = accept(draft_ids, ok, cfg)
+            plan = model.lm_head(hidden[n_kept:]) if len(ahead) and n_kept == len(new_ids) else None
+            iterations = 0
             if n_kept == 0:  # not one whole slot: complete the selected slots in parallel
-                good = ok.cummin(dim=1).values
-                new_ids, eos_row, iterations = complete_rows(model, decoder, draft_ids, good, slot_pos, cfg)
+                new_ids, iterations = complete_rows(model, decoder, draft_ids, ok, todo[slot_idx], cfg)
                 n_kept = len(new_ids)
-                n_slots = len(slot_idx)
                 if cfg.recompute_kv:
-                    forward(decoder, new_ids, new_pos[:n_kept], causal(kv_cache.cache_len))
+                    forward(decoder, new_ids, new_pos[:n_kept], mask_mod, kv_cache.scratch_idx(n_kept))
             # commit: keys and values as they stand; the other drafts are masked again
             kv_cache.commit(n_kept)
             lost = zip((new_pos[n_kept:] - P).tolist(), new_ids[n_kept:].tolist())
@@ -405,13 +378,13 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
             buffer_ids = torch.cat([buffer_ids, new_ids[:n_kept]])
             buffer_pos = torch.cat([buffer_pos, new_pos[:n_kept]])
             fixed_round += [len(ratios)] * n_kept
+            n_slots = len(slot_idx) if iterations else -(-n_kept // k)
             ratios.append(k * n_slots / (2 * iterations + 2))
-            stays[slot_idx[n_slots:]] = True
-            if eos_row is not None:  # slots before the EOS are still decoded
-                eos_seen, plan = True, None
-                stays &= todo[:, 0] < slot_pos[eos_row, 0]
-            todo = todo[stays]
-        if eos_seen:
+            todo = todo[~torch.isin(todo[:, 0], buffer_pos)]
+            if is_eos(buffer_ids[-1], cfg.eos_id):  # slots before the EOS are still decoded
+                todo = todo[todo[:, 0] < buffer_pos[-1]]
+                plan = None
+        if is_eos(buffer_ids[P:], cfg.eos_id).any():
             break
     order = buffer_pos.argsort()  # text order  [end of §4.2]
     rounds = torch.tensor([-1] * P + fixed_round)[order][P:].tolist()
@@ -427,14 +400,14 @@ def generate(model, prompt_ids, cfg, decoder=None, generator=None):
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 alone
-COUNTS = "steps batch_size max_len save_every max_new_tokens problems".split()
-SHARED_LIMITS = dict.fromkeys(COUNTS, (1, 1e9)) | dict(
-    lr=(0, 10), clip=(0, 1e9), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31),
-    temperature=(0, 1e9), accumulation=(0, 1e9))  # fmt: skip
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # shards to whole tensors, on rank 0
+SHARDS = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=WORLD > 1)  # and back
+BOUNDS = dict.fromkeys("steps batch_size max_len save_every max_new_tokens problems".split(), (1, 1e9))
+BOUNDS |= dict.fromkeys(("clip", "temperature", "accumulation"), (0, 1e9))
+BOUNDS |= dict(lr=(0, 10), warmup=(0, 1), lr_floor=(0, 1), beta2=(0, 1), seed=(0, 2**31))
 MASKS = ("<|mask|>", "|<MASK>|", "<|mdm_mask|>")  # added tokens of the published checkpoints
-ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row, in this order
-ANSWERED = ("response", "answer", "completion", "output")
+ASKED = ("prompt", "question", "query", "instruction", "input")  # of a row: in this order, a line each
+ANSWERED = ("response", "answer", "completion", "output")  # the first of them
 
 
 def need(condition, message):
@@ -446,8 +419,7 @@ def need(condition, message):
 def read_data(path):
     """Rows of JSONL: (messages of the prompt, answer, pattern or None). Raises ValueError with file and line.
 
-    One object a line: `messages`, of which the last answer is learnt, or fields of ASKED, joined by newlines,
-    and one of ANSWERED; `pattern`: a regular expression of all right answers, where there are several.
+    One object a line: `messages`, of which the last answer is learnt, or ASKED and ANSWERED.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
@@ -472,10 +444,7 @@ def read_data(path):
 
 
 def encode(tokenizer, messages, answer=""):
-    """Token ids (lists): the prompt in the model's chat form, the answer closed by EOS.
-
-    Text stays text: the name of a special token in a message is never taken for the token.
-    """
+    """Lists of token ids: prompt in chat form, answer closed by EOS. A token's name in a row stays text."""
     plain = dict(add_special_tokens=False, split_special_tokens=True)
     answer_ids = tokenizer(answer, **plain)["input_ids"] + [tokenizer.eos_token_id]
     text = "\n".join(turn["content"] for turn in messages)
@@ -493,9 +462,8 @@ def encode(tokenizer, messages, answer=""):
     except Exception as error:  # of the template's own, as for a role that it does not take
         raise ValueError(f"the chat template refuses {messages}: {error}"[:300]) from error
     prompt_ids = []
-    # a name without the mark is the template's own, and a token
     for part in re.split(f"((?<!{mark})(?:{names}))", text) if mark in text else [text]:
-        how = plain | dict(split_special_tokens=mark in part)
+        how = plain | dict(split_special_tokens=mark in part)  # a name without it is the template's: a token
         prompt_ids += tokenizer(part.replace(mark, ""), **how)["input_ids"]
     return {"prompt_ids": prompt_ids, "answer_ids": answer_ids}
 
@@ -512,33 +480,28 @@ def encode_rows(tokenizer, cfg):
 
 
 def load(name, cfg, dtype, training=False):
-    """(backbone, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len.
-
-    A backbone to be trained that has no mask token gets one: the row of its embedding after the last token.
-    """
+    """(model, tokenizer) of a folder or Hub id, on the CPU; sets cfg.mask_id, eos_id, vocab_len, text_len."""
     try:
         tokenizer = common.read_tokenizer(name)
         model = from_pretrained(name, dtype, meta=RANK > 0)
         config = model.config
         cfg.vocab_len = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
         known = [getattr(config, "mask_token_id", None), tokenizer.mask_token_id]
-        known += [tokenizer.get_added_vocab().get(word) for word in MASKS]
-        known += [cfg.vocab_len if training else None]
+        known += [*map(tokenizer.get_added_vocab().get, MASKS), cfg.vocab_len if training else None]
         cfg.mask_id = config.mask_token_id = next((i for i in known if i is not None), None)
-        cfg.eos_id = tokenizer.eos_token_id
-        if cfg.mask_id == cfg.vocab_len == config.vocab_size:
+        eos_id = tokenizer.eos_token_id
+        if cfg.mask_id == cfg.vocab_len == config.vocab_size:  # one of our own, after the last token
             torch.manual_seed(cfg.seed)
             model.resize_token_embeddings(cfg.vocab_len + 1, mean_resizing=RANK == 0)
-        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, cfg.eos_id or 0)
-        need(cfg.eos_id not in (None, cfg.mask_id) and last < config.vocab_size,
-             f"EOS {cfg.eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of their own in an "
+        last = max(cfg.vocab_len - 1, cfg.mask_id or 0, eos_id or 0)
+        need(eos_id not in (None, cfg.mask_id) and last < config.vocab_size,
+             f"EOS {eos_id}, mask {cfg.mask_id} and {cfg.vocab_len} tokens need rows of their own in an "
              f"embedding of {config.vocab_size}")  # fmt: skip
         need(encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"], "its tokenizer has no tokens")
     except Exception as error:
         hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
-    if type(config.eos_token_id) is list and not training:
-        cfg.eos_id = config.eos_token_id  # each of them ends a text
+    cfg.eos_id = config.eos_token_id if type(config.eos_token_id) is list and not training else eos_id
     cfg.text_len = config.max_position_embeddings
     cfg.max_len = min(cfg.max_len, cfg.text_len)
     model.model.embed_tokens.padding_idx = None  # or EOS used as padding would get no gradient
@@ -556,21 +519,16 @@ def newest(out):
 
 def save(part, tokenizer, optimizer, step, cfg):
     """A Hugging Face folder with the optimiser's state after `step` steps: written, then renamed whole."""
-    weights = dcp.get_model_state_dict(part, options=WHOLE)
-    moments = dcp.get_optimizer_state_dict(part, optimizer, options=WHOLE)
+    weights, moments = dcp.get_state_dict(part, optimizer, options=WHOLE)
     if RANK == 0:
         tmp = Path(cfg.out, "unfinished")
         shutil.rmtree(tmp, ignore_errors=True)
         part.config.trained_with = {"method": METHOD, **dataclasses.asdict(cfg)}
         weights = {name: weights[name] for name, _ in part.named_parameters()}  # a tied head once
         state = {f"{name} {key}": x for name, pair in moments["state"].items() for key, x in pair.items()}
-        try:
-            part.save_pretrained(tmp, state_dict=weights, max_shard_size="1000GB")
-            tokenizer.save_pretrained(tmp)
-            save_file(state, tmp / "optimizer.safetensors", {"rows": str(step * cfg.batch_size)})
-        except Exception:
-            shutil.rmtree(tmp)  # a full disk: the last save stays
-            raise
+        part.save_pretrained(tmp, state_dict=weights, max_shard_size="1000GB")
+        tokenizer.save_pretrained(tmp)
+        save_file(state, tmp / "optimizer.safetensors", {"rows": str(step * cfg.batch_size)})
         for path in tmp.glob("*.safetensors"):
             path.chmod((tmp / "config.json").stat().st_mode)  # what the umask asks for
         os.sync()
@@ -586,50 +544,30 @@ def save(part, tokenizer, optimizer, step, cfg):
 def resume(part, optimizer, folder):
     """Put AdamW's moments back, on each rank its shards; the weights are there. Returns the rows seen."""
     with safe_open(Path(folder, "optimizer.safetensors"), "pt") as file:
-        for name, p in part.named_parameters():
-            for key in ("step", "exp_avg", "exp_avg_sq") if p.requires_grad else ():
-                x = file.get_tensor(f"{name} {key}")
-                x = x.to(p.device) if key != "step" else x
-                sharded = WORLD > 1 and key != "step"
-                optimizer.state[p][key] = distribute_tensor(x, p.device_mesh, p.placements) if sharded else x
+        moments = dcp.get_optimizer_state_dict(part, optimizer)  # zeros in the place of each
+        for name, pair in moments["state"].items():
+            moments["state"][name] = {key: file.get_tensor(f"{name} {key}") for key in pair}
+        dcp.set_optimizer_state_dict(part, optimizer, moments, options=SHARDS)
         return int(file.metadata()["rows"])
 
 
 def shard(model, cfg):
     """FSDP2 in place, layer by layer. Rank 0 has read the weights; it sends the others their shards."""
     weights = model.state_dict() if RANK == 0 else {}
-    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(torch.device(cfg.device).type, (WORLD,))
+    policy = MixedPrecisionPolicy(getattr(torch, cfg.dtype), torch.float32, cast_forward_inputs=False)
+    mesh = dist.init_device_mesh(torch.device(cfg.device).type, (WORLD,))
     for module in [*(m for m in model.modules() if hasattr(m, "input_layernorm")), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if RANK > 0:
         model.to_empty(device=cfg.device)
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=options)
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """A list that fills on Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved. Not in a thread."""
-    stopped = []
-    in_main = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    heeded = [s for s in signals if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
-    usual = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in heeded}
-    try:
-        yield stopped
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+    dcp.set_model_state_dict(model, weights, options=SHARDS)
 
 
 def fit(model, part, tokenizer, rows, cfg, folder=None):
     """AdamW, linear warm-up, cosine to lr_floor. Returns the losses.
 
-    part: what is trained and saved, the model or a module of it; folder: the save to go on from. Step s takes
-    rows and noise from (seed, s) alone, so a resumed run repeats an uninterrupted one. The loss's weights are
-    set over the whole batch before it is cut into micro-batches and ranks: neither changes the gradient.
+    part: what is trained and saved, the model or a module of it; folder: the save to go on from. The loss's
+    weights are those of the whole batch: cutting it into micro-batches and ranks changes no gradient.
     """
     Path(cfg.out, "unfinished").mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows now
     lock = open(Path(cfg.out, f".lock{RANK}"), "w")  # closed, and so released, when fit ends
@@ -642,27 +580,31 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
         shard(model, cfg)
     model.to(cfg.device).train()
     device = torch.device(cfg.device)
-    trained = [p for p in part.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
+    optimizer = torch.optim.AdamW(part.parameters(), cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")  # fmt: skip
     start = resume(part, optimizer, folder) // cfg.batch_size if folder else 0
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed))]
     parts = cfg.accumulation * WORLD or cfg.batch_size  # of a batch, one a forward
     losses = []
     clock = time.time()
     bar = tqdm(range(start, cfg.steps), METHOD, cfg.steps, initial=start, mininterval=1, disable=RANK > 0,
                bar_format="{desc} {n}/{total} |{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
-    with stop_signals() as stopped:
+    stopped = []  # fills on Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, Path(cfg.out, "unfinished"), ignore_errors=True)  # of a full disk
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            usual = signal.getsignal(number)  # ignored under nohup
+            if usual != signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+                signal.signal(number, lambda number, _: stopped.append(number))
+                cleanup.callback(signal.signal, number, usual)
         for step in bar:
-            generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # noise and dropout
-            picks = range(step * cfg.batch_size, (step + 1) * cfg.batch_size)
-            batch = [rows[order[i % len(rows)]] for i in picks]
+            generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # noise, dropout: the same if resumed
+            batch = [rows[i % len(rows)] for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
             inputs = make_training_inputs(batch, draw_noise(batch, cfg, generator), cfg)
             total = torch.zeros(2, dtype=torch.float64, device=device)  # loss; ranks that were told to stop
             for i in range(RANK, parts, WORLD):
                 micro = {name: tensor[i::parts].to(device) for name, tensor in inputs.items()}
-                with autocast:
+                with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
                     loss = model(micro)[0]
                 (loss * WORLD).backward()  # FSDP2 takes the mean over ranks
                 total[0] += loss.detach()
@@ -671,7 +613,7 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
                 dist.all_reduce(total)
             losses.append(total[0].item())
             need(math.isfinite(losses[-1]), f"loss {losses[-1]} at step {step}: the last save stays")
-            torch.nn.utils.clip_grad_norm_(trained, cfg.clip)
+            torch.nn.utils.clip_grad_norm_(part.parameters(), cfg.clip)
             cosine = cfg.lr_floor + (1 - cfg.lr_floor) * (1 + math.cos(math.pi * step / cfg.steps)) / 2
             lr = cfg.lr * min(cosine, (step + 1) / max(cfg.warmup * cfg.steps, 1))
             optimizer.param_groups[0]["lr"] = lr
@@ -712,7 +654,7 @@ def trim(ids, cfg):
 
 
 def is_right(text, answer, pattern):
-    """By the row's pattern; else by the number after #### where the answer has one; else as it stands."""
+    """By the row's pattern, a regular expression; else the number after ####, if any; else as it stands."""
     if pattern is not None:
         return re.fullmatch(pattern, text.strip()) is not None
     if "####" in answer:
@@ -722,33 +664,29 @@ def is_right(text, answer, pattern):
 
 
 def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
-    """Decode one by one; prints the first texts and a line of figures, ratios of totals. Returns the figures.
-
-    ar: what this function returned for plain AR.
-    """
+    """Decode one by one; prints the first texts, and figures, which it returns; ar: those of plain AR."""
     need(cfg.mask_id is not None or run is generate_ar, "the model has no mask token")
     generator = torch.Generator().manual_seed(cfg.seed)
     row = dict(problems=len(problems), right=0, new_tokens=0, forwards=0)
-    outputs, seconds = [], 0.0
+    outputs, laps = [], []
     for prompt_ids, prompt, answer, pattern in problems:
         clock = time.time() - kernels.GraphReplay.setup_seconds
         seq_ids, record = run(model, prompt_ids, cfg, decoder, generator)
         outputs.append(trim(seq_ids[0, prompt_ids.shape[1] :], cfg))
-        lap = time.time() - kernels.GraphReplay.setup_seconds - clock
+        laps.append(time.time() - kernels.GraphReplay.setup_seconds - clock)
         text = tokenizer.decode(outputs[-1], skip_special_tokens=True)
         row["right"] += answer is not None and is_right(text, answer, pattern)
         row["new_tokens"] += len(outputs[-1])
         row["forwards"] += record["forwards"]
-        seconds += lap
         if len(outputs) <= 4 or answer is None:
             print(f"{prompt}\n  {label}: {text.strip()}", flush=True)
             rounds = common.trace(tokenizer, outputs[-1], record) if args.trace or args.trace_svg else []
             if ar and args.trace:
-                common.show_trace(rounds, lap)
+                common.show_trace(rounds, laps[-1])
             if ar and args.trace_svg and len(outputs) == 1:
                 Path(args.trace_svg).write_text(common.trace_svg(rounds, prompt))
-    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)
-    row["tok_s"] = round(row["new_tokens"] / seconds, 1)
+    row["tokens_per_forward"] = round(row["new_tokens"] / row["forwards"], 3)  # of totals, as those below
+    row["tok_s"] = round(row["new_tokens"] / sum(laps), 1)
     row["x_ar"] = round(row["tok_s"] / ar["tok_s"], 2) if ar else 1.0
     row["same_as_ar"] = sum(a == b for a, b in zip(outputs, ar["outputs"])) if ar else len(outputs)
     row["right"] = None if answer is None else row["right"]  # prompts have no answers
@@ -757,11 +695,7 @@ def decode(label, run, decoder, model, tokenizer, problems, cfg, args, ar=None):
 
 
 def parse(argv):
-    """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config.
-
-    args.folder: what --generate decodes, the model that is named or else what --out holds; args.resume: the
-    save to go on from, or None.
-    """
+    """(args, cfg). A flag wins over what a folder was trained with, that over TINY, that over Config."""
     logging.set_verbosity_error()  # what is wrong is said in one line
     logging.get_logger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
@@ -790,24 +724,22 @@ def parse(argv):
     need(args.train or args.generate, "nothing to do: say --train, --generate or both")
     need(is_done or not from_out, f"nothing is trained in {out}: --train first, or name a --model")
     need(args.resume or not (args.train and is_done), f"{out} holds a run: --resume it or name another --out")
-    args.folder = out if args.train or from_out else model
-    args.resume = newest(out) if args.resume else None
+    args.folder = out if args.train or from_out else model  # what --generate decodes
+    args.resume = newest(out) if args.resume else None  # the save to go on from
     source = str(newest(out if from_out else model))
     try:
-        trained_with = PretrainedConfig.get_config_dict(source)[0].get("trained_with", {"method": METHOD})
-        made_by = trained_with["method"]
+        past = {"method": METHOD} | PretrainedConfig.get_config_dict(source)[0].get("trained_with", {})
     except Exception as error:
         raise ValueError(f"cannot load model {source}: {str(error)[:300]}") from error
-    need(made_by == METHOD, f"{source} was trained by {made_by}.py")
+    need(past["method"] == METHOD, f"{source} was trained by {past['method']}.py")
     if not args.train:
-        given["model"] = trained_with.get("model", source)  # the base
-    kept = fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
-    trained_with = {name: value for name, value in trained_with.items() if name in kept}
+        given["model"] = past.get("model", source)  # the base
+    kept = past.keys() & fields.keys() - {"out", "device", "dtype"}  # these are of a machine, not of a model
     tiny = TINY if Path(model).resolve() == Path(Config.model) else {}
-    cfg = Config(**(tiny | trained_with | given))
+    cfg = Config(**(tiny | {name: past[name] for name in kept} | given))
     on_gpu = cfg.device.startswith("cuda")
     need(torch.cuda.is_available() or not on_gpu, "there is no CUDA device: --device cpu")
-    for name, (low, high) in {**SHARED_LIMITS, **LIMITS}.items():
+    for name, (low, high) in {**BOUNDS, **LIMITS}.items():
         value = getattr(cfg, name)
         need(low <= value <= high, f"{name} must lie in [{low}, {high}], not {value}")  # nan is refused too
     need(args.prompt or cfg.test or not args.generate, "--test FILE or --prompt TEXT must say what to decode")
