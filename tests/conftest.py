@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -55,7 +56,65 @@ def golden(method):
     return json.loads((folder / "cases.json").read_text()), load_file(folder / "cases.safetensors"), folder
 
 
+def named(cases):
+    names = [case.get("name") or case.get("tensor") or "greedy" for case in cases]
+    return pytest.mark.parametrize("case", cases, ids=names)
+
+
 def load_backbone(folder):
     from common import from_pretrained
 
     return from_pretrained(folder, torch.float32).eval()
+
+
+def random_lm(kind, seed=0, **changes):
+    """A tiny random model of this type; initial weights wide enough that greedy text is not constant."""
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=None,
+                 bos_token_id=None, eos_token_id=None)  # fmt: skip
+    extra = {"head_dim": 16} if kind == "qwen3" else {}
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | extra | changes))).eval()
+
+
+def write_tokenizer(folder, text, special, dream=False):
+    """The files of a Qwen2 tokenizer; `special` come after the text. dream: remote code named. {token: id}"""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {word: i for i, word in enumerate(text + special)}
+    (folder / "vocab.json").write_text(json.dumps({word: ids[word] for word in text}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "t h\nth e\n" * ("the" in text))
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    added = {str(ids[word]): dict(content=word, special="think" not in word, **flags) for word in special}
+    config = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+                  unk_token=None, bos_token=None, tokenizer_class="Qwen2Tokenizer")  # fmt: skip
+    if dream:
+        config |= dict(tokenizer_class="DreamTokenizer", mask_token="<|mask|>")
+        config["auto_map"] = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return ids
+
+
+def spy(monkeypatch, owner, name):
+    """The calls of a function from now on: a list of (arguments, result)."""
+    calls, original = [], getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        calls.append((args, original(*args, **kwargs)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+def watched(monkeypatch, note):
+    """note(decoder, input_ids, position_ids, attn_mask, write_idx) of all calls of Decoders from now on."""
+    from common import Decoder
+
+    notes, call = [], Decoder.__call__
+    monkeypatch.setattr(Decoder, "__call__", lambda *args: notes.append(note(*args)) or call(*args))
+    return notes
+
+
+def last_line(capsys):
+    """The report of a script: the last line of stdout, read as JSON."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])

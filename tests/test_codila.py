@@ -12,9 +12,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import golden, load_backbone
-from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from conftest import golden, last_line, load_backbone, named, random_lm, spy, write_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 import codila
 from codila import Config, Pair, draw_noise, generate, make_training_inputs, training_loss
@@ -41,10 +40,6 @@ def settings(**changes):
 
 def field(case, name):
     return TENSORS[f"{case['name']}.{name}"]
-
-
-def named(group):
-    return pytest.mark.parametrize("case", CASES[group], ids=lambda case: case["name"])
 
 
 def seeded(seed=0):
@@ -86,7 +81,7 @@ def soft_embed(model, probs, **changes):
     return codila.soft_embed(model, probs, torch.full(probs.shape[:1], MASK), settings(**changes))
 
 
-@named("soft")
+@named(CASES["soft"])
 def test_soft_conditioning(model, case):
     cfg = settings()
     B, start, target = case["B"], case["block_start"], field(case, "target")
@@ -116,7 +111,7 @@ def test_soft_conditioning(model, case):
     near(logits, field(case, "ar_logits_first_known"))
 
 
-@named("packing")
+@named(CASES["packing"])
 def test_packed_blocks(model, case):
     B, n = case["B"], case["n_segments"]
     T = 2 * B + 1
@@ -163,7 +158,7 @@ def places(inputs):
     return (inputs["labels"] != -100).nonzero().view(-1, inputs["block_size"][0], 2).unbind(-1)
 
 
-@named("train")
+@named(CASES["train"])
 def test_training_loss_and_gradients(model, case):
     inputs, cfg = train_inputs(case)
     row_idx, pos = places(inputs)
@@ -195,10 +190,10 @@ def test_training_loss_and_gradients(model, case):
             assert total == pytest.approx(expected["total_grad_norm_inverse_t"], rel=1e-3)
             wrong = expected["WRONG_embed_grad_norm_if_soft_embeds_detached"]
             assert abs(grads["model.embed_tokens.weight"] / wrong - 1) > 0.02
-            assert all(p.grad is None for p in model.backbone.parameters())
+            assert not any(p.requires_grad or p.grad is not None for p in model.backbone.parameters())
 
 
-@named("nelbo_exact")
+@named(CASES["nelbo_exact"])
 def test_exact_bound_of_the_models(model, case):
     """All block masks: the sum of block CE by the AR model and by the marginals, and the bound from it."""
     ids, B, N = field(case, "input_ids"), case["B"], case["n_blocks"]
@@ -218,7 +213,7 @@ def test_exact_bound_of_the_models(model, case):
 
 
 @pytest.mark.parametrize("weighting", ["count", "inverse_t"])
-@named("nelbo_exact")
+@named(CASES["nelbo_exact"])
 def test_the_expected_loss_is_the_bound(monkeypatch, case, weighting):
     """Draws and weights only: the cross-entropies come from the table of the vectors."""
     ids, B, N = field(case, "input_ids"), case["B"], case["n_blocks"]
@@ -237,31 +232,30 @@ def test_the_expected_loss_is_the_bound(monkeypatch, case, weighting):
 # ------------------------------------------------------------------------------- reference vectors: decoding
 
 
-def decode(model, case, **changes):
-    """(ids, record) of a case's canvas; changes: of the settings, or stop_ids, canvas."""
-    case = case | {name: changes.pop(name) for name in ("stop_ids", "canvas") if name in changes}
+def decode(model, case):
+    """(ids, record) of a case's canvas."""
     s = case["settings"]
     names = {"B": "block_size", "K": "tokens_per_step"}
     given = {names.get(name, name): value for name, value in s.items() if value is not None}
     given |= dict(mode=case["mode"], window=s["window"] or 0, eos_id=case["stop_ids"] or None)
     ids = torch.tensor([case["canvas"]])
     P = case["origin"]
-    cfg = settings(**given | changes)
+    cfg = settings(**given)
     seq_ids, record = generate(model, ids[:, :P], cfg, None, None, ids[:, P:], case["suppress_ids"])
     return seq_ids[0].tolist(), record
 
 
-@named("decode")
+@named(CASES["decode"])
 def test_decoding(model, case, monkeypatch):
     """Ids, counts, each round's choice: [block, tokens] or [positions, where the AR model disagrees]."""
     P, B, review, vetoed = case["origin"], case["settings"]["B"], codila.review, []
 
-    def spy(model, aux, probs, token_ids, draft_ids, *args):
+    def watched(model, aux, probs, token_ids, draft_ids, *args):
         ar_ids = review(model, aux, probs, token_ids, draft_ids, *args)
         vetoed.append(((token_ids == MASK) & (ar_ids != draft_ids)).nonzero()[:, 0])
         return ar_ids
 
-    monkeypatch.setattr(codila, "review", spy)
+    monkeypatch.setattr(codila, "review", watched)
     ids, record = decode(model, case)
     expected = case["expected"]
     assert case["fill_id"] == EOS and ids == expected["ids"]
@@ -340,7 +334,7 @@ def block_noise_bounds(q0, L, B, alpha):
     return joint, alone
 
 
-@named("theory")
+@named(CASES["theory"])
 def test_theorem_3_2(case):
     """NELBO_1 - NELBO_B = sum_t E sum_i TC(b^i_{t-1} | x_t) >= 0; the cross-entropy form of block noise."""
     q0, V, L, B, alpha = field(case, "q0").numpy(), case["V"], case["L"], case["B"], case["alpha"]
@@ -408,13 +402,6 @@ def test_theorem_3_3_top_1_sets_mix_what_differs(case):
 # ----------------------------------------------------------------------------------------- soft conditioning
 
 
-def test_one_hot_marginals_are_plain_embeddings(model):
-    ids = torch.arange(VS)
-    for topk in (0, 1, VS):
-        embeds = soft_embed(model, nn.functional.one_hot(ids).float(), topk=topk)
-        assert torch.equal(embeds, model.aux_model.model.embed_tokens(ids))
-
-
 def random_block(known, seed=0):
     """Arbitrary marginals of a block and its tokens on the canvas; True in known: the token is there."""
     generator = seeded(seed)
@@ -471,52 +458,14 @@ def test_a_block_knows_nothing_of_its_neighbours(model):
 # -------------------------------------------------------------------------------------------------- decoding
 
 
-def free(case, length, **changes):
-    """A canvas of a reference case without stop ids, cut to `length` masks after its prompt."""
-    return dict(canvas=case["canvas"][: case["origin"]] + [MASK] * length, stop_ids=[], **changes)
-
-
-@pytest.mark.parametrize("case", GEN[::3], ids=lambda case: case["name"])
-def test_limits_of_the_schedules(model, case):
-    # nothing passes: one token of the diffusion LM a step
-    one, record = decode(model, case, mode="dynamic", tau=-1.0)
-    want, other = decode(model, case, mode="tokens", tokens_per_step=1)
-    assert one == want and record["forwards"] == other["forwards"] and record["aux_forwards"] == 0
-    # everything passes: whole blocks, the most certain first
-    B = case["settings"]["B"]
-    if B > 1:
-        every = decode(model, case, **free(case, 4 * B, mode="dynamic", tau=1e9))
-        whole = decode(model, case, **free(case, 4 * B, mode="static", blocks_per_step=1))
-        assert every == whole and every[1]["forwards"] == 4
-    for conf in ("entropy", "maxprob"):
-        # a veto that costs nothing
-        vetoed, record = decode(model, case, mode="verify", lam=0.0, conf=conf, tokens_per_step=2)
-        plain, other = decode(model, case, mode="tokens", conf=conf, tokens_per_step=2)
-        assert vetoed == plain and record["forwards"] == other["forwards"] == record["aux_forwards"]
-        # by default a draft that both models want goes before any other
-        one, other = (decode(model, case, mode="verify", conf=conf, **lam) for lam in ({}, {"lam": 1e6}))
-        assert one == other
-
-
-SETTINGS = """max_new_tokens mode block_size blocks_per_step tokens_per_step tau window conf lam envelope topk
-              temperature mask_id eos_id vocab_len""".split()
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_generate_reads_settings_of_decoding_alone_and_writes_the_whole_budget(model, mode):
-    assert re.findall(r"\w+", re.search(r"Of cfg: ([\w,\s]+)\.", generate.__doc__)[1]) == SETTINGS
-    whole = settings(eos_id=None, mode=mode, max_new_tokens=13, tau=1.0)
-    cfg = types.SimpleNamespace(**{name: getattr(whole, name) for name in SETTINGS})
+def test_the_whole_budget_is_written_and_infilling_with_an_empty_suffix_is_generation(model, mode):
+    cfg = settings(eos_id=None, mode=mode, max_new_tokens=13, tau=1.0)
     prompt_ids = torch.tensor([GEN[0]["canvas"][: GEN[0]["origin"]]])
     P = prompt_ids.shape[1]
     ids, record = generate(model, prompt_ids, cfg)  # no EOS ends it: the text has two
     assert ids.shape[1] == P + 13 and len(record["fixed_round"]) == 13 and MASK not in ids[0]
-    new = ids[0, P:].tolist()
-    cfg.eos_id = new[5]  # an int: ends the text and fills the rest
-    found = generate(model, prompt_ids, cfg)[0][0, P:].tolist()
-    assert len(found) == 13 and set(found[found.index(new[5]) :]) == {new[5]}
-    # infilling with an empty suffix is generation
-    cfg.eos_id, suppress = None, [EOS, META["im_end_id"]]
+    suppress = [EOS, META["im_end_id"]]
     a, _ = generate(model, prompt_ids, cfg, None, None, torch.full((1, 13), MASK), suppress)
     b, _ = generate(model, prompt_ids, cfg, suppress_ids=suppress)
     assert torch.equal(a, b) and not set(suppress) & set(a[0, P:].tolist())
@@ -559,39 +508,6 @@ def test_every_round_writes_masks_and_nothing_else(model, monkeypatch, mode, tem
         assert set(ids[end + 1 :]) <= {EOS} and MASK not in ids
         for token, new in zip(canvas, ids[P:end]):
             assert token in (MASK, new)
-
-
-def test_one_prompt_after_another_on_one_decoder(model):
-    cfg = settings(max_new_tokens=12, mode="dynamic", tau=1.0)
-    prompts = [torch.tensor([case["canvas"][: case["origin"]]]) for case in GEN[:3]]
-    decoder = Decoder(model.backbone, 40), Decoder(model.aux_model, 99)
-    for prompt_ids in prompts + prompts[:1]:
-        ids, record = generate(model, prompt_ids, cfg, decoder)
-        alone, other = generate(model, prompt_ids, cfg)
-        assert torch.equal(ids, alone) and record == other
-    with pytest.raises(ValueError, match="one prompt"):
-        generate(model, prompts[0].expand(2, -1), cfg)
-
-
-@pytest.mark.parametrize("mode", ["tokens", "indep", "dynamic"])
-def test_the_row_before_predicts(model, monkeypatch, mode):
-    """A diffusion LM that is sure of token 10 + p at position p says so in the row before, as Dream does."""
-
-    def forward(decoder, ids, positions, mask_mod):
-        S = len(ids)
-        assert dense(mask_mod, 1, S, S).all() and torch.equal(positions, torch.arange(S))
-        logits = torch.zeros(S, META["dlm_vocab"])
-        logits[positions, 11 + positions] = 30.0
-        logits[:, MASK] = 60.0  # and it loves what it must not say
-        return logits
-
-    monkeypatch.setattr(codila, "forward", forward)
-    backbone = types.SimpleNamespace(lm_head=lambda hidden: hidden)
-    pair = types.SimpleNamespace(backbone=backbone, aux_model=model.aux_model, tag_ids=TAGS)
-    decoders = Decoder(model.backbone, 12), Decoder(model.aux_model, 27)
-    cfg = settings(mode=mode, max_new_tokens=9, tau=-1.0)
-    ids, _ = generate(pair, torch.tensor([[1, 2, 3]]), cfg, decoders)
-    assert ids[0].tolist() == [1, 2, 3] + list(range(13, 22))
 
 
 def grid(*rows):
@@ -652,11 +568,10 @@ def test_candidates_end_at_a_stop_and_at_the_window():
     assert found(ids, 1, None, window=0) == (1, [1, 2, 4, 5, 6, 7, 8])
 
 
-def test_drawing_follows_the_softmax():
-    logits, n = torch.tensor([[1.0, 0.0, 2.0, -torch.inf, -1.0]]), 20000
-    draws, conf = codila.propose(logits.expand(n, -1), Config(temperature=0.7), seeded())
-    near(draws.bincount(minlength=5) / n, (logits[0] / 0.7).softmax(-1), 0.012)
-    p = logits[0].softmax(-1)  # at temperature 1
+def test_confidences_are_those_at_temperature_1():
+    logits = torch.tensor([[1.0, 0.0, 2.0, -torch.inf, -1.0]])
+    _, conf = codila.propose(logits, Config(temperature=0.7), seeded())
+    p = logits[0].softmax(-1)
     assert conf[0].item() == pytest.approx(-torch.special.entr(p).sum().item(), abs=1e-6)
     ids, conf = codila.propose(logits, Config(mode="tokens", conf="maxprob"), None)  # greedy: without a draw
     assert ids.item() == 2 and conf.item() == pytest.approx(p.max().item(), abs=1e-6)
@@ -757,77 +672,17 @@ def test_blocks_that_only_pad_the_shape_change_nothing(model, monkeypatch):
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-6, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_slices_of_a_batch_add_up_to_it(model):
-    cfg = settings(p_partial=0.5)
-    lengths = ((3, 9), (5, 4), (1, 7), (2, 2))
-    batch = [{"prompt_ids": [1] * P, "answer_ids": [9] * A + [EOS]} for P, A in lengths]
-    inputs = make_training_inputs(batch, draw_noise(batch, cfg, seeded()), cfg)
-    assert len({len(value) for value in inputs.values()}) == 1
-    whole = training_loss(model, inputs, cfg)[0]
-    parts = [training_loss(model, {k: v[i::3] for k, v in inputs.items()}, cfg)[0] for i in range(3)]
-    assert whole.item() == pytest.approx(sum(parts).item(), rel=1e-5)
-
-
-def test_only_the_local_model_learns_and_it_overfits_one_batch():
-    cfg = Config(**codila.TINY | ON_CPU | dict(block_sizes="4", p_partial=0.0))
-    model, tokenizer, _ = codila.load_pair(cfg.aux, cfg, torch.float32)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    rows = [codila.encode(tokenizer, *row[:2]) for row in codila.read_data(cfg.test)[:2]]
-    inputs = make_training_inputs(rows, draw_noise(rows, cfg, seeded()), cfg)
-    # the tags are rows of the AR model alone
-    assert codila.no_text(model, cfg, "cpu").nonzero()[:, 0].tolist() == [cfg.mask_id]
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    assert len(learnt) == len([*model.aux_model.parameters()])
-    optimizer, losses = torch.optim.AdamW(learnt, 1e-2), []
-    for _ in range(25):
-        loss, _ = training_loss(model, inputs, cfg)
-        loss.backward()
-        assert all(p.grad is not None for p in learnt)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.25 * losses[0]
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == name.startswith("backbone.")
-        assert name.startswith("aux_model.") or p.grad is None
-
-
 # ------------------------------------------------------------------------------------ the pair and its ids
 
 TEXT = [chr(i) for i in range(33, 127)] + ["Ġ", "Ċ", "th", "the"]  # a byte-level vocabulary, small
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
-ROPE = dict(rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
-
-
-def write_tokenizer(folder, special, text=TEXT, dream=False):
-    """vocab.json and merges.txt as Qwen2's tokenizer has them; `special` come after the text. {token: id}"""
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = {word: i for i, word in enumerate(text + special)}
-    (folder / "vocab.json").write_text(json.dumps({word: ids[word] for word in text}))
-    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
-    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-    added = {str(ids[word]): dict(content=word, special="think" not in word, **flags) for word in special}
-    config = dict(added_tokens_decoder=added, eos_token=CONTROL[0], pad_token=CONTROL[0], unk_token=None,
-                  bos_token=None, tokenizer_class="Qwen2Tokenizer")  # fmt: skip
-    if dream:
-        config["tokenizer_class"] = "DreamTokenizer"
-        config["mask_token"] = "<|mask|>"
-        config["auto_map"] = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return ids
+SHAPE = dict(max_position_embeddings=256, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
 
 
 def write_dream(folder):
     """A released Dream-Coder in small: Qwen2 weights; config and tokenizer would need remote code."""
-    ids = write_tokenizer(folder, CONTROL + ["<|beginoftext|>", "<|mask|>"], dream=True)
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=len(ids) + 30, tie_word_embeddings=False, **SHAPE, **ROPE)
-    backbone = Qwen2ForCausalLM(config)
-    for p in backbone.parameters():
-        nn.init.normal_(p, std=0.3) if p.dim() > 1 else None
+    ids = write_tokenizer(folder, TEXT, CONTROL + ["<|beginoftext|>", "<|mask|>"], dream=True)
+    backbone = random_lm("qwen2", vocab_size=len(ids) + 30, tie_word_embeddings=False, **SHAPE)
     backbone.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"]
@@ -843,10 +698,9 @@ QWEN3 = ["<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 def write_qwen3(folder, special=QWEN3, text=TEXT, **config):
     """A Qwen3 in small; its tool and think tokens have the ids of Dream's beginning, mask and unused rows."""
-    ids = write_tokenizer(folder, CONTROL + special, text)
-    torch.manual_seed(1)
-    config = dict(vocab_size=len(ids) + 4, head_dim=16, tie_word_embeddings=True) | SHAPE | ROPE | config
-    Qwen3ForCausalLM(Qwen3Config(**config)).save_pretrained(folder)
+    ids = write_tokenizer(folder, text, CONTROL + special)
+    config = dict(vocab_size=len(ids) + 4, tie_word_embeddings=True) | SHAPE | config
+    random_lm("qwen3", 1, **config).save_pretrained(folder)
     return ids
 
 
@@ -864,10 +718,7 @@ def pair_of(root, aux, **changes):
 
 def run(*args):
     """The exit status of the command line, on the CPU."""
-    try:
-        return codila.main([str(arg) for arg in (*args, "--device", "cpu", "--dtype", "float32")])
-    except SystemExit as error:
-        return error.code
+    return codila.main([str(arg) for arg in (*args, "--device", "cpu", "--dtype", "float32")])
 
 
 def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
@@ -875,14 +726,12 @@ def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
     model, cfg = pair_of(root, root / "qwen3")
     assert type(model.backbone) is Qwen2ForCausalLM and type(model.aux_model) is Qwen3ForCausalLM
     assert model.backbone.config.rope_parameters["rope_theta"] == 1e6
-    # attention: all-ones mask of the library, not its causal default
     ids = torch.randint(len(TEXT), (2, 9), generator=seeded())
     mask = dense(full(), 1, 9, 9)
     with torch.no_grad():
         ours = model.backbone.lm_head(walk(model.backbone, ids, torch.arange(9).expand(2, 9), mask))
         theirs = plain(ids, attention_mask=mask.expand(2, 1, 9, 9)).logits
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        assert (ours - plain(ids).logits).abs().max() > 0.1
     # the ids collide: Dream's mask is a tool token of Qwen3, Qwen3's tags are unused rows of Dream
     assert qwen_ids["</tool_response>"] == dream_ids["<|mask|>"] == cfg.mask_id
     assert cfg.vocab_len == dream_ids["<|beginoftext|>"]
@@ -893,17 +742,6 @@ def test_dream_and_qwen3_load_as_a_pair_without_remote_code(folders):
         cfg = dataclasses.replace(cfg, mode=mode, max_new_tokens=20, temperature=2.0, tau=2.0)
         seq_ids, _ = generate(model, ids[:1], cfg, None, seeded())
         assert seq_ids.max() < cfg.vocab_len
-
-
-def test_the_pad_row_learns(folders, tmp_path):
-    """EOS is padding and a target: hard look-ups of it must have a gradient."""
-    eos_id = folders[2]["<|endoftext|>"]
-    write_qwen3(tmp_path / "padded", pad_token_id=eos_id)
-    model, cfg = pair_of(folders[0], tmp_path / "padded")
-    assert model.aux_model.config.pad_token_id == cfg.eos_id[0] == eos_id
-    embed = model.aux_model.model.embed_tokens
-    embed(torch.tensor([eos_id])).sum().backward()
-    assert embed.weight.grad[eos_id].any()
 
 
 def test_ids_may_have_holes():
@@ -923,7 +761,7 @@ def test_ids_may_have_holes():
             codila.link_vocabularies(ours, tokenizer(**theirs), cfg)
 
 
-def test_models_that_are_no_pair_are_refused(folders, tmp_path, capsys):
+def test_models_that_are_no_pair_are_refused(folders, tmp_path):
     others = [dict(text=TEXT[::-1]), dict(text=TEXT[:-2] + ["the", "th"]), dict(special=["<tool_response>"]),
               dict(vocab_size=len(TEXT) + len(CONTROL) + 3)]  # fmt: skip
     for number, words in enumerate(("part at id 0", "part at id", "<think>", "rows")):
@@ -933,12 +771,6 @@ def test_models_that_are_no_pair_are_refused(folders, tmp_path, capsys):
     for sizes in ("2,x", "0", "", "4,", "-4"):
         with pytest.raises(ValueError, match="a list like"):
             codila.sizes(sizes)
-    # one line, status 2
-    capsys.readouterr()
-    assert run("--generate", "--model", folders[0] / "dream", "--aux", tmp_path / "0", "--prompt", "the",
-               "--max_new_tokens", 8) == 2  # fmt: skip
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("codila.py: ") and "part at id 0" in line
 
 
 def test_tags_of_ones_own(tmp_path):
@@ -958,17 +790,11 @@ def test_tags_of_ones_own(tmp_path):
 def test_train_save_reload_a_released_pair(folders, tmp_path, capsys, monkeypatch):
     root, out, data = folders[0], tmp_path / "out", tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(dict(prompt="the", response="then " * n)) for n in range(1, 7)))
-    rows, make = [], codila.make_training_inputs
-
-    def spy(batch, *rest):
-        rows.extend(batch)
-        return make(batch, *rest)
-
-    monkeypatch.setattr(codila, "make_training_inputs", spy)
+    rows = spy(monkeypatch, codila, "encode_rows")
     assert run("--train", "--model", root / "dream", "--aux", root / "qwen3", "--data", data, "--out", out,
                "--steps", 2, "--batch_size", 2, "--accumulation", 1, "--lr", 1e-3) == 0  # fmt: skip
     model, cfg = pair_of(root, root / "qwen3")
-    assert all(row["answer_ids"][-2:] == cfg.eos_id[::-1] for row in rows)  # the turn ends, then the text
+    assert all(row["answer_ids"][-2:] == cfg.eos_id[::-1] for row in rows[0][1])  # the turn, the text
     plain = AutoModelForCausalLM.from_pretrained(out)  # the AR model as a plain Hugging Face folder
     assert type(plain) is Qwen3ForCausalLM
     before = model.aux_model.state_dict()
@@ -991,27 +817,20 @@ def test_train_save_reload_a_released_pair(folders, tmp_path, capsys, monkeypatc
 def test_train_compare_and_infill(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     assert run("--train", "--generate", "--out", out, "--steps", 2, "--batch_size", 4, "--problems", 1) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = json.loads(lines[-1])["rows"]
+    rows = last_line(capsys)["rows"]
     kinds = "independent tokens, K={0}", "independent block, K=B={0}", "codila, K=B={0}"
     labels = ["plain AR", "one token a forward", *(kind.format(B) for B in (2, 4, 8) for kind in kinds)]
     assert [row["label"] for row in rows] == [*labels, "codila dynamic, B=4, tau=1"]
     for row in rows:
         assert row["problems"] == 1 and row["forwards"] > 0 and 0 <= row["right"] <= 1
     assert rows[0]["right"] == rows[1]["right"] == 1  # the two models as they come
-    found = []
-
-    def spy(*args, **kwargs):
-        found.append(generate(*args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(codila, "generate", spy)
+    found = spy(monkeypatch, codila, "generate")
     for mode in ("static", "dynamic"):
         assert run("--generate", "--out", out, "--prompt", "2 red lines 0042:aα1=", "--suffix", "+aα1;",
                    "--max_new_tokens", 3, "--mode", mode) == 0  # fmt: skip
-        row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][1]
+        row = last_line(capsys)["rows"][1]
         assert (row["label"], row["new_tokens"]) == (f"codila {mode}", 3)
-    for seq_ids, record in found:
+    for _, (seq_ids, record) in found:
         assert record["fixed_round"][3:] == [-1] * 5 and all(n >= 0 for n in record["fixed_round"][:3])
         assert not {0, 1} & set(seq_ids[0, -8:].tolist())  # no EOS and no mask in the hole
 

@@ -1,5 +1,6 @@
 """The frame that all scripts share word for word: data, saves, resume, bad input, the command line."""
 
+import ast
 import dataclasses
 import fcntl
 import importlib
@@ -22,14 +23,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from bench_train import SCRIPTS, prepared_step, run_script
+from conftest import ROOT, TINY, last_line
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SCRIPTS = ("refusion", "d2f", "fastdllm_v2", "orthrus", "codila")
+import refusion
+from refusion import encode, is_right, read_data
+
 MARKS = re.compile(r"^# =+ (frame: .*|main)$", re.MULTILINE)
 # what makes a run of a few steps: every script on its own tiny models
 FEW = dict(steps=3, batch_size=4, problems=2, device="cpu", dtype="float32")
+ON_CPU = ("--device", "cpu", "--dtype", "float32")
 
 
 def short(**flags):
@@ -84,8 +90,6 @@ def test_the_frame_is_the_same_text_in_every_script():
 
 
 def test_the_common_part_of_config_is_the_same(script):
-    import refusion
-
     names = [field.name for field in dataclasses.fields(refusion.Config)]
     shared = names[: names.index("vocab_len") + 1]
     assert [field.name for field in dataclasses.fields(script.Config)][: len(shared)] == shared
@@ -108,8 +112,6 @@ def test_nothing_unsafe_and_no_other_package(script):
 
 
 def test_functions_are_short(script):
-    import ast
-
     for node in ast.walk(ast.parse(source_of(script.METHOD))):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 80, node.name
@@ -134,13 +136,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(
         a[f].keys() == b[f].keys() and all(torch.equal(a[f][k], b[f][k]) for k in a[f]) for f in a
     )
-
-
-def losses_of(script, monkeypatch):
-    found = []
-    fit = script.fit
-    monkeypatch.setattr(script, "fit", lambda *args: found.extend(result := fit(*args)) or result)
-    return found
 
 
 class Stopped(BaseException):
@@ -168,37 +163,41 @@ def test_interrupted_and_resumed_equals_uninterrupted(script, tmp_path, monkeypa
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
 
 
-def test_the_seed_decides_everything(tmp_path):
-    import refusion as script
-
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(script, "--train", *short(), "--seed", seed, "--out", tmp_path / name) == 0
-    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+def test_another_seed_is_another_run(tmp_path):
+    for seed in (1, 2):
+        assert run(refusion, "--train", *short(), "--seed", seed, "--out", tmp_path / str(seed)) == 0
+    assert not same(weights(tmp_path / "1"), weights(tmp_path / "2"))
 
 
-def test_accumulation_equals_the_big_batch(tmp_path, monkeypatch):
-    """The other scripts' inputs are cut in their own tests and by two processes."""
-    import refusion as script
-
-    found = losses_of(script, monkeypatch)
-    for n in (1, 2, 0):  # 0: one row a forward
-        assert run(script, "--train", *short(), "--accumulation", n, "--out", tmp_path / str(n)) == 0
-    assert found[3:6] == pytest.approx(found[:3], rel=1e-3) and found[6:] == pytest.approx(found[:3], rel=1e-3)
+@pytest.mark.parametrize("flags", [*SCRIPTS, "refusion --loss_norm paper", "orthrus --objective ce",
+                                   "codila --weighting inverse_t"])  # fmt: skip
+def test_micro_batches_and_recomputed_layers_give_the_gradients_of_the_batch(flags):
+    name, *flags = flags.split()
+    script, results = importlib.import_module(name), []
+    model, inputs, cfg = prepared_step(script, ["--batch_size", 4, "--dtype", "float32", *flags])
+    model.eval()  # no dropout
+    for n in (1, 3):
+        cfg.checkpointing = n > 1
+        parts = [{key: tensor[i::n] for key, tensor in inputs.items()} for i in range(n)]
+        losses = [script.training_loss(model, part, cfg)[0] for part in parts]
+        sum(losses).backward()
+        results.append([sum(losses).detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad()
+    assert len(results[0]) > 8
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(tmp_path, capsys, monkeypatch):
-    import refusion as script
-
-    training_loss, calls, out = script.training_loss, [], tmp_path / "run"
+    training_loss, calls, out = refusion.training_loss, [], tmp_path / "run"
 
     def poisoned(*args):
         calls.append(1)
         loss, logs = training_loss(*args)
         return loss * (float("nan") if len(calls) == 3 else 1.0), logs
 
-    monkeypatch.setattr(script, "training_loss", poisoned)
-    assert run(script, "--train", *short(), "--save_every", 1, "--out", out) == 2
+    monkeypatch.setattr(refusion, "training_loss", poisoned)
+    assert run(refusion, "--train", *short(), "--save_every", 1, "--out", out) == 2
     assert "step 2" in capsys.readouterr().err.splitlines()[-1]
     AutoModelForCausalLM.from_pretrained(out / "step-000000002")
 
@@ -206,10 +205,8 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_save(tmp_path, caps
 @pytest.mark.parametrize("moment", (1, 4, 9))
 def test_killed_during_a_save(tmp_path, monkeypatch, moment):
     """At whichever file operation the process dies, a whole save is found and training goes on from it."""
-    import refusion as script
-
     out, count = tmp_path / "run", [0]
-    assert run(script, "--train", *short(), "--save_every", 1, "--out", out) == 0
+    assert run(refusion, "--train", *short(), "--save_every", 1, "--out", out) == 0
 
     def dying(function):
         def wrapped(*args, **kwargs):
@@ -221,29 +218,22 @@ def test_killed_during_a_save(tmp_path, monkeypatch, moment):
         return wrapped
 
     with monkeypatch.context() as patch:
-        for owner, name in ((os, "replace"), (os, "sync"), (Path, "rename"), (shutil, "rmtree"), (script, "save_file")):
+        calls = (os, "replace"), (os, "sync"), (Path, "rename"), (shutil, "rmtree"), (refusion, "save_file")
+        for owner, name in calls:
             patch.setattr(owner, name, dying(getattr(owner, name)))
         with pytest.raises(Stopped):
-            run(script, "--train", "--resume", "--steps", 5, "--save_every", 1, "--out", out)
-    found = script.newest(out)
+            run(refusion, "--train", "--resume", "--steps", 5, "--save_every", 1, "--out", out)
+    found = refusion.newest(out)
     AutoTokenizer.from_pretrained(found)
     AutoModelForCausalLM.from_pretrained(found)
-    assert run(script, "--train", "--resume", "--generate", "--steps", 6, "--out", out) == 0
+    assert run(refusion, "--train", "--resume", "--generate", "--steps", 6, "--out", out) == 0
     AutoModelForCausalLM.from_pretrained(out)
     assert not list(out.glob("step-*")) and not (out / "unfinished").exists() and not (out / "ended").exists()
 
 
-def spawn(name, *args):
-    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, args)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-
-
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, capsys, name, status):
-    import refusion as script
-
-    calls, training_loss, number = [], script.training_loss, getattr(signal, name)
+    calls, training_loss, number = [], refusion.training_loss, getattr(signal, name)
 
     def interrupted(*args):
         calls.append(1)
@@ -251,25 +241,26 @@ def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, ca
             os.kill(os.getpid(), number)
         return training_loss(*args)
 
-    monkeypatch.setattr(script, "training_loss", interrupted)
+    monkeypatch.setattr(refusion, "training_loss", interrupted)
     usual = signal.signal(number, signal.default_int_handler)  # ignored where the suite runs in the background
     try:
-        assert run(script, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
+        assert run(refusion, "--train", *short(), "--out", tmp_path) == status and len(calls) == 2
         assert "saved after 2 steps" in capsys.readouterr().err.splitlines()[-1]
         assert signal.getsignal(number) is signal.default_int_handler
         signal.signal(number, signal.SIG_IGN)  # what nohup does with SIGHUP: training goes on
         calls.clear()
-        assert run(script, "--train", "--resume", "--out", tmp_path, "--steps", 5) == 0 and len(calls) == 3
+        assert run(refusion, "--train", "--resume", "--out", tmp_path, "--steps", 5) == 0 and len(calls) == 3
     finally:
         signal.signal(number, usual)
 
 
 def test_kill_9_in_a_real_process(tmp_path):
     """The last save is whole, and training goes on from it."""
-    import refusion
-
     out = tmp_path / "run"
-    process = spawn("refusion", "--train", *short(steps=100000, save_every=3), "--out", out)
+    flags = [*short(steps=100000, save_every=3), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "refusion.py"), "--train", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     try:
         deadline = time.time() + 60
         while not list(out.glob("step-*")):
@@ -285,8 +276,6 @@ def test_kill_9_in_a_real_process(tmp_path):
 
 
 def test_training_works_in_a_thread(tmp_path):
-    import refusion
-
     found = []
     thread = threading.Thread(target=lambda: found.append(run(refusion, "--train", *short(), "--out", tmp_path)))
     thread.start()
@@ -296,12 +285,10 @@ def test_training_works_in_a_thread(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_the_last_save(tmp_path, capsys):
     """No file may be larger than 2 MB for a while: the weights have 3."""
-    import refusion as script
-
     usual = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, usual[0][1]))
     try:
-        assert run(script, "--train", *short(), "--out", tmp_path / "run") == 2
+        assert run(refusion, "--train", *short(), "--out", tmp_path / "run") == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual[0])
         signal.signal(signal.SIGXFSZ, usual[1])
@@ -344,19 +331,15 @@ def test_a_finished_run_is_not_trained_over(script, trained, capsys):
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys, monkeypatch):
-    import refusion as script
-
     tmp_path.joinpath(".lock0").touch()
     with open(tmp_path / ".lock0") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(script, capsys, "--train", *short(), "--out", tmp_path, words=["another run", tmp_path])
+        refused(refusion, capsys, "--train", *short(), "--out", tmp_path, words=["another run", tmp_path])
     monkeypatch.setattr(fcntl, "flock", lambda *_: os.lstat(tmp_path / "none"))  # a file system without locks
-    assert run(script, "--train", *short(steps=1), "--out", tmp_path) == 0
+    assert run(refusion, "--train", *short(steps=1), "--out", tmp_path) == 0
 
 
 def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
-    import refusion
-
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "there")
@@ -370,11 +353,15 @@ def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
 
 def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys):
     picture = tmp_path / "trace.svg"
-    flags = ("--device", "cpu", "--dtype", "float32", "--trace", "--trace-svg", picture)
-    assert run(script, "--generate", "--out", trained(script), *flags) == 0
+    flags = (*ON_CPU, "--trace", "--trace-svg", picture)
+    texts = []
+    for _ in range(2):
+        assert run(script, "--generate", "--out", trained(script), *flags) == 0
+        out = capsys.readouterr().out
+        lines = out.splitlines()
+        texts.append([line for line in lines if "tok_s" not in line])
+    assert texts[0] == texts[1], "the seed decides"
     assert len(ElementTree.parse(picture).getroot()) >= 1
-    out = capsys.readouterr().out
-    lines = out.splitlines()
     report = json.loads(lines[-1])
     assert report["method"] == script.METHOD and report["rows"][0]["label"].startswith("plain AR")
     for row in report["rows"]:
@@ -386,16 +373,76 @@ def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys
     assert "  round" in out and "\033" not in out, "piped: plain text"
 
 
-def test_prompts_give_the_same_texts_in_two_runs(script, trained, capsys):
-    texts = []
-    for _ in range(2):
-        prompts = ("--prompt", "Tom has 3 red pens", "--prompt", "How many cups?")
-        assert run(script, "--generate", "--model", trained(script), *prompts, "--max_new_tokens", 16) == 0
-        lines = capsys.readouterr().out.splitlines()
-        report = json.loads(lines[-1])
-        assert all(row["problems"] == 2 and row["right"] is None for row in report["rows"])
-        texts.append([line for line in lines if "tok_s" not in line])
-    assert texts[0] == texts[1] and any(line.startswith("How many cups?") for line in texts[0])
+OFFERED = dict(refusion=["--plan_ahead"], d2f=[], fastdllm_v2=["--block_cache"], orthrus=["--merged", 2],
+               codila=["--table", 4])  # fmt: skip
+
+
+def decodings(script, *flags):
+    """(run, decoder, model, cfg) of all that the script decodes beside plain AR, of its tiny models."""
+    found = []
+
+    def decode(label, run, decoder, model, tokenizer, problems, cfg, *rest):
+        found.append((run, decoder, model, cfg))
+        return dict(label=label)
+
+    flags = [*OFFERED[script.METHOD], "--max_new_tokens", 16, *ON_CPU, *flags]
+    run_script(script, ["--generate", "--model", script.Config.model, *flags], decode=decode)
+    return found[1:]
+
+
+@pytest.mark.parametrize("temperature", [0, 3])
+def test_a_text_depends_on_its_prompt_and_the_seed_alone(script, temperature):
+    """Not on what its decoder wrote before; of cfg only what the docstring names is read; no batch."""
+    prompts = [torch.tensor([ids]) for ids in ([5, 6, 7], [9], [8, 7, 6, 5, 4, 3, 2])]
+    doc = getattr(script, "generate_batch", script.generate).__doc__
+    names = re.findall(r"\w+", re.search(r"Of cfg: ([\w,\s]+)\.", doc)[1])
+    for run, decoder, model, cfg in decodings(script, "--temperature", temperature):
+        bare = types.SimpleNamespace(**{name: getattr(cfg, name) for name in names})
+
+        def text(ids, cfg, *decoder, seed=1):
+            seq_ids, record = run(model, ids, cfg, *decoder, generator=torch.Generator().manual_seed(seed))
+            return seq_ids.tolist(), {key: x for key, x in record.items() if not torch.is_tensor(x)}
+
+        fresh = [text(ids, bare) for ids in prompts]
+        assert [text(ids, cfg, decoder) for ids in [*prompts[::-1], *prompts]] == fresh[::-1] + fresh
+        assert ([text(ids, cfg, seed=2) for ids in prompts] == fresh) == (temperature == 0)
+        bare.eos_id = fresh[0][0][0][9]
+        ended = text(prompts[0], bare)
+        bare.eos_id = [bare.eos_id, 10**6]
+        assert text(prompts[0], bare) == ended, "of a list each ends a text"
+        bare.eos_id = None
+        endless = text(prompts[0], bare)
+        bare.eos_id = 10**6
+        assert endless == text(prompts[0], bare) and len(endless[0][0]) >= 3 + 16
+        for bad in [prompts[0].repeat(2, 1)] + [prompts[0][:, :0]] * (script.METHOD != "codila"):
+            with pytest.raises(ValueError):
+                script.generate(model, bad, cfg)
+
+
+@pytest.mark.parametrize("temperature", [0, 3])
+def test_neither_the_mask_nor_a_row_without_a_token_is_written(script, temperature):
+    """Also where the models say nothing else; but Orthrus's AR view may write the token that is its mask."""
+    for run, _, model, cfg in decodings(script, "--temperature", temperature):
+        heads = [module for name, module in model.named_modules() if name.endswith("lm_head")]
+        cfg.eos_id, cfg.vocab_len = None, heads[0].out_features - 9
+        loud = [*range(cfg.vocab_len, cfg.vocab_len + 9)] + [cfg.mask_id] * (script.METHOD != "orthrus")
+        for head in heads:
+            head.register_forward_hook(lambda head, args, out: out.index_fill(-1, torch.tensor(loud), 50.0))
+        seq_ids, _ = run(model, torch.tensor([[5, 6, 7]]), cfg, None, torch.Generator().manual_seed(1))
+        assert seq_ids.shape[1] >= 3 + 16 and not {*loud} & {*seq_ids[0, 3:].tolist()}
+
+
+def test_drafts_are_drawn_from_the_tempered_softmax_and_at_0_not_drawn(script):
+    logits, n = torch.tensor([[1.0, 0.0, -1.0, 2.0, 5.0]]), 40000  # the last is the mask's
+    logits = logits[:, :4] if script.METHOD in ("orthrus", "codila") else logits  # cut before they propose
+    names = {field.name for field in dataclasses.fields(script.Config)}
+    plain = {name: value for name, value in dict(top_p=1.0, top_k=0).items() if name in names}
+    cfg = script.Config(mask_id=4, temperature=0.7, **plain)
+    draws = script.propose(logits.expand(n, -1), cfg, torch.Generator().manual_seed(0))[0]
+    expected = (logits[0, :4] / 0.7).softmax(-1)
+    assert draws.max() < 4 and (draws.bincount(minlength=4) / n - expected).abs().max() < 0.01
+    cfg.temperature = 0
+    assert script.propose(logits, cfg, None)[0].item() == 3
 
 
 def test_prompts_at_the_borders_of_a_block(script, trained, capsys):
@@ -410,8 +457,8 @@ def test_prompts_at_the_borders_of_a_block(script, trained, capsys):
     for budget in (1, block + 1):
         command = ("--generate", "--model", trained(script), "--max_new_tokens", budget)
         assert run(script, *command, *prompts) == 0
-        for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]:
-            assert 4 <= row["new_tokens"] <= 4 * budget, row["label"]
+        for row in last_line(capsys)["rows"]:
+            assert row["right"] is None and 4 <= row["new_tokens"] <= 4 * budget, row["label"]
 
 
 def test_generate_says_what_it_cannot_decode(script, trained, tmp_path, capsys):
@@ -424,30 +471,25 @@ def test_generate_says_what_it_cannot_decode(script, trained, tmp_path, capsys):
 
 
 def test_data_that_is_named_is_what_is_decoded(trained, tmp_path, capsys):
-    import refusion as script
-
     rows = [{"prompt": f"Tom has {i}", "response": " pens."} for i in range(5)]
     data = jsonl(tmp_path / "data.jsonl", rows)
-    assert run(script, "--generate", "--out", trained(script), "--data", data, "--problems", 10) == 0
-    assert all(row["problems"] == 5 for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"])
-    refused(script, capsys, "--train", "--generate", *short(), "--data", data, "--out", tmp_path / "x", words=["--test"])
+    assert run(refusion, "--generate", "--out", trained(refusion), "--data", data, "--problems", 10) == 0
+    assert all(row["problems"] == 5 for row in last_line(capsys)["rows"])
+    flags = (*short(), "--data", data, "--out", tmp_path / "x")
+    refused(refusion, capsys, "--train", "--generate", *flags, words=["--test"])
 
 
 def test_trim_ends_at_the_first_eos_or_the_budget():
-    import refusion as script
-
     cfg = types.SimpleNamespace(max_new_tokens=4, eos_id=0)
     for ids, expected in (([3, 0, 5, 0], [3, 0]), ([0], [0]), ([1, 2, 3, 4, 0], [1, 2, 3, 4]), ([7], [7])):
-        assert script.trim(torch.tensor(ids), cfg) == expected
+        assert refusion.trim(torch.tensor(ids), cfg) == expected
     cfg.eos_id = [5, 3]
-    assert script.trim(torch.tensor([1, 3, 5]), cfg) == [1, 3]
+    assert refusion.trim(torch.tensor([1, 3, 5]), cfg) == [1, 3]
     cfg.eos_id = None
-    assert script.trim(torch.tensor([1, 0, 5]), cfg) == [1, 0, 5]
+    assert refusion.trim(torch.tensor([1, 0, 5]), cfg) == [1, 0, 5]
 
 
 def test_right_is_the_pattern_the_number_or_the_text():
-    from refusion import is_right
-
     assert is_right(" ab ", "", "a[bc]") and not is_right("abx", "abx", "a[bc]")
     assert is_right("so #### 1,200", "because\n#### 1200", None) and not is_right("1200", "#### 1200", None)
     assert is_right(" 7.", "7. ", None) and not is_right("8.", "7.", None)
@@ -469,16 +511,15 @@ ROWS = {
 
 
 def test_every_kind_of_row_is_read(tmp_path):
-    import refusion as script
-
     file = jsonl(tmp_path / "data.jsonl", [*ROWS.values(), "", "  \r"])
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
-    rows = script.read_data(file)
+    rows = read_data(file)
     assert rows == [([{"role": "user", "content": "Tom has 3 red"}], " 3+4=7.", None)] * len(ROWS)
-    assert script.read_data(TINY / "code-test.jsonl")[0][2]
+    assert read_data(TINY / "code-test.jsonl")[0][2]
     file = jsonl(tmp_path / "input.jsonl", [{"instruction": "Add.", "input": "3 4", "output": "7"}])
-    assert script.read_data(file)[0][0][0]["content"] == "Add.\n3 4"
-    train, test = ({row[0][0]["content"] for row in script.read_data(TINY / f"{name}.jsonl")} for name in ("train", "test"))
+    assert read_data(file)[0][0][0]["content"] == "Add.\n3 4"
+    files = TINY / "train.jsonl", TINY / "test.jsonl"
+    train, test = ({row[0][0]["content"] for row in read_data(file)} for file in files)
     assert len(test) == 200 and not train & test
 
 
@@ -488,8 +529,6 @@ def tokenizer():
 
 
 def test_encode_takes_plain_and_chat_tokenizers(tokenizer):
-    from refusion import encode, read_data
-
     messages, answer, _ = read_data(TINY / "test.jsonl")[3]
     row = encode(tokenizer, messages, answer)
     assert tokenizer.decode(row["prompt_ids"]) == messages[0]["content"]
@@ -504,8 +543,6 @@ def test_encode_takes_plain_and_chat_tokenizers(tokenizer):
 @pytest.mark.parametrize("template", ["", "{% for m in messages %}<mask>{{ m['content'] }}<eos>{% endfor %}"])
 def test_text_stays_text(tokenizer, template):
     """The name of a special token in a message or an answer is never taken for the token."""
-    from refusion import encode
-
     tokenizer.chat_template = template or None
     row = encode(tokenizer, [{"role": "user", "content": "3<mask>4<eos>\ue000"}], " <mask>")
     special = [i for i in row["prompt_ids"] if i in (0, 1)]
@@ -516,9 +553,6 @@ def test_text_stays_text(tokenizer, template):
 
 
 def test_a_tokenizer_that_ends_its_texts_does_not_end_prompts(tokenizer):
-    from refusion import encode
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
     assert tokenizer("Tom")["input_ids"][-1] == 0
     assert encode(tokenizer, [{"role": "user", "content": "Tom has 3"}])["prompt_ids"][-1] != 0
@@ -541,23 +575,19 @@ def rewritten(folder, name, **values):
 def without_mask(folder):
     rewritten(folder, "config.json", mask_token_id=None)
     rewritten(folder, "tokenizer_config.json", mask_token=None)
-    specials = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(specials))
 
 
 def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path, capsys):
-    import refusion as script
-
-    cfg = script.Config(device="cpu", dtype="float32")
+    cfg = refusion.Config(device="cpu", dtype="float32")
     name = str(copied(tmp_path / "model", without_mask))
-    model, _ = script.load(name, cfg, torch.float32, training=True)
+    model, _ = refusion.load(name, cfg, torch.float32, training=True)
     rows = model.get_input_embeddings().num_embeddings
     assert cfg.mask_id == cfg.vocab_len == rows - 1 == model.config.mask_token_id
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert model.model.embed_tokens.padding_idx is None, "the EOS row must get its gradient"
-    script.load(name, cfg, torch.float32)
+    refusion.load(name, cfg, torch.float32)
     assert cfg.mask_id is None, "enough for plain AR"
-    assert "no mask token" in refused(script, capsys, "--generate", "--model", name, "--prompt", "Tom")
+    assert "no mask token" in refused(refusion, capsys, "--generate", "--model", name, "--prompt", "Tom")
     for other in ("d2f", "codila"):  # their big model must be a masked diffusion LM
         train = ("--train", *short(), "--model", name, "--out", tmp_path / "out", "--max_len", 41)
         refused(importlib.import_module(other), capsys, *train, words=["no mask token"])
@@ -565,8 +595,6 @@ def test_a_backbone_without_a_mask_gets_the_row_after_its_last_token(tmp_path, c
 
 def test_a_hole_in_the_ids_of_a_tokenizer(tmp_path):
     """The last token has the largest id; the number of tokens says nothing."""
-    import refusion as script
-
     def with_hole(folder):
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.resize_token_embeddings(200)
@@ -577,19 +605,17 @@ def test_a_hole_in_the_ids_of_a_tokenizer(tmp_path):
             token["id"] = 150 if token["content"] == "<eos>" else token["id"]
         (folder / "tokenizer.json").write_text(json.dumps(vocab))
 
-    cfg = script.Config()
-    script.load(str(copied(tmp_path / "model", with_hole)), cfg, torch.float32)
+    cfg = refusion.Config()
+    refusion.load(str(copied(tmp_path / "model", with_hole)), cfg, torch.float32)
     assert (cfg.eos_id, cfg.vocab_len) == (150, 151)
 
 
 def test_every_eos_of_the_config_ends_a_text(tmp_path):
-    import refusion as script
-
-    cfg = script.Config()
+    cfg = refusion.Config()
     name = str(copied(tmp_path / "model", lambda f: rewritten(f, "config.json", eos_token_id=[0, 7])))
-    script.load(name, cfg, torch.float32)
+    refusion.load(name, cfg, torch.float32)
     assert cfg.eos_id == [0, 7]
-    script.load(name, cfg, torch.float32, training=True)
+    refusion.load(name, cfg, torch.float32, training=True)
     assert cfg.eos_id == 0, "an answer is closed by one"
 
 
@@ -736,12 +762,10 @@ BROKEN = {  # name: (change of a folder, words of the line)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_checkpoints_are_refused(tmp_path, capsys, name):
     """To decode and to train on: one line, nothing written, nothing executed."""
-    import refusion as script
-
     change, words = BROKEN[name]
     folder, out = copied(tmp_path / "model", change), tmp_path / "out"
     for args in (("--generate", "--prompt", "a"), ("--train", "--steps", 1, "--out", out)):
-        refused(script, capsys, *args, "--model", folder, words=words)
+        refused(refusion, capsys, *args, "--model", folder, words=words)
         assert not out.exists() and not (folder / "executed").exists()
 
 
@@ -753,7 +777,7 @@ def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys
         for temperature in (0, 1):
             flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
             assert run(script, "--generate", "--model", folder, *flags) == 0
-            report = json.loads(capsys.readouterr().out.splitlines()[-1])
+            report = last_line(capsys)
             assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
 
 

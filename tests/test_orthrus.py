@@ -5,20 +5,18 @@ import itertools
 import json
 import math
 import shutil
-import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, golden, load_backbone
+from conftest import ROOT, golden, last_line, load_backbone, named, random_lm, spy
 from safetensors.torch import load_file, save_file
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 import common
 import orthrus
-from common import Decoder, causal, dense, dual_view, full, generate_ar
+from common import Decoder, causal, dense, dual_view, full
 from orthrus import VIEW, Config, accept, attach, both_views, draw_noise, forward, generate
 from orthrus import make_training_inputs, make_views, training_loss
 
@@ -46,42 +44,23 @@ def models():
     return model
 
 
-def spy(monkeypatch, name):
-    """Calls of a function of orthrus: a list of (arguments, result)."""
-    calls = []
-    original = getattr(orthrus, name)
-
-    def wrapped(*args):
-        calls.append((args, original(*args)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(orthrus, name, wrapped)
-    return calls
-
-
 def tensors_of(prefix):
     return {key[len(prefix) + 1 :]: value for key, value in TENSORS.items() if key.startswith(f"{prefix}.")}
-
-
-def named(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case["name"])
 
 
 # ------------------------------------------------------------------------------------------ reference vectors
 
 
-def decode(model, case, monkeypatch, change_views=lambda views: views, **changes):
+def decode(model, case, monkeypatch, views=None, **changes):
     """(output, trace in the words of the vectors without the prefill, record)"""
     own = dict(block_size=case["block_size"], max_new_tokens=case["max_new_tokens"], eos_id=case["eos_token_id"])
     cfg = Config(**(PLAIN | own | changes))
-    prompt_ids = torch.tensor([case["prompt_ids"]])
-    P = prompt_ids.shape[1]
     with monkeypatch.context() as patch:
-        verified = spy(patch, "accept")
-        ids, record = generate(model, prompt_ids, cfg, change_views(make_views(model, P + cfg.max_new_tokens, cfg)))
+        verified = spy(patch, orthrus, "accept")
+        ids, record = generate(model, torch.tensor([case["prompt_ids"]]), cfg, views)
     assert record["accepted"] == [accepted_len for _, (accepted_len, _) in verified]
     cycles = []
-    anchor = P - 1
+    anchor = len(case["prompt_ids"]) - 1
     for (draft_ids, _, logits, *_), (accepted_len, _) in verified:
         cycles.append(dict(anchor_pos=anchor, block_len=len(logits), draft_tokens=draft_ids.tolist(),
                            verify_tokens=logits.argmax(-1).tolist(), n_accepted=accepted_len))  # fmt: skip
@@ -231,9 +210,9 @@ def test_sampling_equals_the_published_implementation(models, monkeypatch, case)
     cfg = Config(**PLAIN, **{name: case[name] for name in names})
     cfg.eos_id = case.get("eos_token_id")
     with monkeypatch.context() as patch:
-        proposed = spy(patch, "propose")
-        accepted = spy(patch, "accept")
-        drawn = spy(patch, "draw_token")
+        proposed = spy(patch, orthrus, "propose")
+        accepted = spy(patch, orthrus, "accept")
+        drawn = spy(patch, orthrus, "draw_token")
         patch.setattr(torch, "rand", replay)
         ids, record = generate(models(case["variant"]), torch.tensor([case["prompt_ids"]]), cfg)
     assert ids[0].tolist() == case["output_ids"] and not tape
@@ -270,22 +249,8 @@ def random_view(model, seed):
     return model
 
 
-def backbone(kind="qwen3"):
-    """A random model of each supported shape; initial weights wide enough that greedy text is not constant."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, initializer_range=0.3, pad_token_id=None, bos_token_id=None,
-                 eos_token_id=None)  # fmt: skip
-    make = dict(
-        llama=lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
-        qwen2=lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
-        qwen3=lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)),
-    )
-    return make[kind]().train(False)
-
-
 def copied(kind="qwen3"):
-    return attach(backbone(kind), {}, torch.float32)
+    return attach(random_lm(kind), {}, torch.float32)
 
 
 def settings(**changes):
@@ -328,46 +293,24 @@ def test_text_is_that_of_plain_ar_whatever_the_added_weights(kind):
         assert torch.equal(generate(model, PROMPT, cfg)[0], ar)
 
 
-@pytest.mark.parametrize("merged", [0, 2])
-def test_only_settings_of_decoding_are_read_and_eos_may_be_none_or_a_list(merged):
-    model = random_view(copied(), 2)
-    cfg = types.SimpleNamespace(max_new_tokens=20, block_size=6, temperature=0.0, top_k=0, top_p=1.0, merged=merged,
-                                mask_id=39, eos_id=None, vocab_len=None)  # fmt: skip
-    text = ar_text(model, PROMPT, cfg)
-    ids, record = generate(model, PROMPT, cfg)
-    assert torch.equal(ids, text) and ids.shape[1] == 5 + 20 == 5 + len(record["fixed_round"])
-    new = text[0, 5:].tolist()
-    for cfg.eos_id, stop in (([new[12], new[7]], min(new.index(new[7]), new.index(new[12]))),
-                             ([new[7], 99], new.index(new[7])), (new[7], new.index(new[7]))):  # fmt: skip
-        ids, record = generate(model, PROMPT, cfg)
-        assert ids[0, 5:].tolist() == new[: stop + 1] and len(record["fixed_round"]) == stop + 1
-        assert torch.equal(ids, generate_ar(model, PROMPT, cfg)[0])
-    for cfg.eos_id, cfg.max_new_tokens in ((None, 1), ([98, 99], 13)):
-        assert generate(model, PROMPT, cfg)[0][0, 5:].tolist() == new[: cfg.max_new_tokens]
-
-
 @named(CASES["decode"][::3])
 def test_counts_and_the_cache_after_every_cycle(models, monkeypatch, case):
     """forwards = 1 + 2 cycles, new tokens = 1 + sum(accepted + 1), the cache a prefill of all but the anchor."""
     model = models(case["variant"])
-    cache_lens, caches = [], []
-
-    def watched(views):
-        cache = views.ar.kv_cache
-        commit = cache.commit
-        monkeypatch.setattr(cache, "commit", lambda n: (commit(n), cache_lens.append(cache.cache_len)))
-        caches.append(cache)
-        return views
-
-    ids, cycles, record = decode(model, case, monkeypatch, watched, eos_id=None)
+    room = len(case["prompt_ids"]) + case["max_new_tokens"]
+    views = make_views(model, room, settings(block_size=case["block_size"]))
+    cache, cache_lens = views.ar.kv_cache, []
+    commit = cache.commit
+    monkeypatch.setattr(cache, "commit", lambda n: (commit(n), cache_lens.append(cache.cache_len)))
+    ids, cycles, record = decode(model, case, monkeypatch, views, eos_id=None)
     assert cache_lens[:-1] == [cycle["anchor_pos"] for cycle in cycles]
     added = sum(n + 1 for n in record["accepted"])
     new = len(ids) - len(case["prompt_ids"])
     assert new == case["max_new_tokens"] == min(added, new) >= added - 1
-    n = caches[0].cache_len
+    n = cache.cache_len
     fresh = Decoder(model, n)
     fresh(torch.tensor([ids[:n]]), torch.arange(n)[None], dense(causal(), 1, n, n), torch.arange(n))
-    for ours, theirs in zip(caches[0].layers, fresh.kv_cache.layers):
+    for ours, theirs in zip(cache.layers, fresh.kv_cache.layers):
         assert all((a[:, :, :n] - b[:, :, :n]).abs().max() < 1e-4 for a, b in zip(ours, theirs))
 
 
@@ -375,7 +318,7 @@ def test_the_head_is_applied_to_rows_that_are_read_alone(monkeypatch):
     model = random_view(copied(), 2)
     rows = []
     model.lm_head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[:-1].numel()))
-    verified = spy(monkeypatch, "accept")
+    verified = spy(monkeypatch, orthrus, "accept")
     for merged in (0, 2):
         rows.clear()
         verified.clear()
@@ -383,16 +326,6 @@ def test_the_head_is_applied_to_rows_that_are_read_alone(monkeypatch):
         drafts = [len(args[0]) for args, _ in verified]
         assert rows[0] == 1 and max(rows) <= 6, "of the prompt the last row alone"
         assert merged or rows == [1] + [n for m in drafts[1:] for n in (m, m + 1)]
-
-
-def test_one_set_of_decoders_serves_many_prompts_and_seeds_do_not_matter_when_greedy():
-    model = random_view(copied(), 2)
-    for cfg in (settings(max_new_tokens=12), settings(max_new_tokens=12, merged=3)):
-        views = make_views(model, 44, cfg)
-        for prompt in (PROMPT, torch.tensor([[7]]), torch.arange(20)[None], PROMPT):
-            ids, record = generate(model, prompt, cfg, views, torch.Generator().manual_seed(len(prompt[0])))
-            ids2, record2 = generate(model, prompt, cfg)
-            assert torch.equal(ids, ids2) and record == record2
 
 
 def traced(monkeypatch):
@@ -417,26 +350,6 @@ def test_padded_and_compiled_forwards_give_the_same_text(monkeypatch):
         assert views[2 if cfg.merged else 1].replay.graphs
 
 
-def test_eos_may_be_0_and_rows_after_the_last_token_are_never_written():
-    model = copied()
-    with torch.no_grad():
-        model.lm_head.weight[36:] *= 3
-        model.lm_head.weight[0] *= 2
-    assert max(ar_text(model, PROMPT, settings())[0, 5:].tolist()) >= 36
-    for merged in (0, 2):
-        cfg = settings(vocab_len=36, eos_id=0, merged=merged)
-        texts = [generate(model, torch.tensor([[i]]), cfg)[0][0].tolist() for i in range(1, 9)]
-        assert texts == [generate_ar(model, torch.tensor([[i]]), cfg)[0][0].tolist() for i in range(1, 9)]
-        assert all(max(text) < 36 and 0 not in text[:-1] for text in texts)
-        assert any(text[-1] == 0 and len(text) < 25 for text in texts), "some text must end by token 0"
-
-
-def test_prompts_that_cannot_work_are_refused():
-    for prompt in (PROMPT.repeat(2, 1), PROMPT[:, :0]):
-        with pytest.raises(ValueError, match="one prompt of at least one token"):
-            generate(copied(), prompt, settings())
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_of_another_number_of_rows_are_refused(temperature):
     """One row too few would be read as a draft that all agree on, one too many as its next token."""
@@ -448,58 +361,13 @@ def test_logits_of_another_number_of_rows_are_refused(temperature):
 
 
 def test_rejected_drafts_are_recorded_where_they_stood(monkeypatch):
-    verified = spy(monkeypatch, "accept")
+    verified = spy(monkeypatch, orthrus, "accept")
     ids, record = generate(random_view(copied(), 2), PROMPT, settings(block_size=4))
     assert len(record["rejected"]) == sum(len(args[0]) - n for args, (n, _) in verified) > 0
     for number, index, token_id in record["rejected"]:
         assert record["fixed_round"][index] >= number > 0
         if record["fixed_round"][index] == number:
             assert ids[0, 5 + index] != token_id, "AR wrote another token there"
-
-
-# ------------------------------------------------------------------- a broken drafter: right text, wrong trace
-
-
-def ar_instead_of(*names):
-    """The diffusion view with some of the AR view's tensors."""
-    return dict(project=lambda attn, name, x: getattr(attn, name if name in names else f"{name}_diff")(x))
-
-
-BROKEN = {
-    "nothing": {},
-    "causal block": dict(change=lambda ids, pos, mask: (ids, pos, mask & (
-        torch.arange(mask.shape[-1]) <= pos[0, :, None]))),
-    "AR W_o": ar_instead_of("o_proj"),
-    "AR norms": ar_instead_of("q_norm", "k_norm"),
-    "AR keys and values": ar_instead_of("k_proj", "v_proj"),
-    "positions off by one": dict(change=lambda ids, pos, mask: (ids, pos + 1, mask)),
-    "mask in place of the anchor": dict(change=lambda ids, pos, mask: (ids * 0 + PLAIN["mask_id"], pos, mask)),
-    "unshifted rows": dict(after=lambda hidden: hidden.roll(-1, dims=1)),
-}  # fmt: skip
-
-
-class BrokenView(Decoder):
-    def __init__(self, ar, change=None, after=None, project=orthrus.diffusion_projection):
-        super().__init__(ar.backbone, ar.kv_cache.max_len, project=project, kv_cache=ar.kv_cache)
-        self.change = change or (lambda *inputs: inputs)
-        self.after = after or (lambda hidden: hidden)
-
-    def __call__(self, ids, pos, mask, write_idx):
-        return self.after(super().__call__(*self.change(ids, pos, mask), write_idx))
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_drafter_keeps_the_text_and_is_caught_by_the_trace(models, monkeypatch, name):
-    def replaced(views):
-        return views._replace(diffusion=BrokenView(views.ar, **BROKEN[name]))
-
-    caught = 0
-    for case in CASES["decode"]:
-        if case["variant"] != "ar_copy" and len(case["cycles"]) <= 12 and caught < 2:
-            ids, cycles, _ = decode(models(case["variant"]), case, monkeypatch, replaced)
-            assert ids == case["output_ids"], "a broken drafter never changes the output"
-            caught += cycles != case["cycles"]
-    assert caught == 0 if name == "nothing" else caught == 2
 
 
 # ---------------------------------------------------------------- sampling: the law of the text is that of AR
@@ -576,11 +444,7 @@ def test_transform_is_temperature_then_top_k_then_top_p():
     assert orthrus.sampling_probs(logits.bfloat16(), settings(temperature=0.7)).dtype == torch.float32
 
 
-def test_draws_follow_the_probabilities():
-    probs = torch.tensor([[0.1, 0.0, 0.6, 0.3]])
-    u = torch.rand(40000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    freq = torch.bincount(orthrus.draw_token(probs.expand(40000, 4), u), minlength=4) / 40000
-    assert (freq - probs[0]).abs().max() < 0.01 and freq[1] == 0
+def test_draws_are_cut_at_the_sums_of_the_probabilities():
     edges = torch.tensor([0.0, 0.1, 0.7, 1 - 2**-53], dtype=torch.float64)
     assert orthrus.draw_token(torch.tensor([[0.125, 0.0, 0.625, 0.25]]).expand(4, 4), edges).tolist() == [0, 0, 2, 3]
     assert orthrus.draw_token(torch.tensor([[0.0, 1.0]]), torch.zeros(1)).tolist() == [1], "u = 0: no empty token"
@@ -639,21 +503,6 @@ def random_model():
     return random_view(copied(), 5)
 
 
-def test_training_rows_are_decoding_rows(random_model):
-    """A block of training = the diffusion pass of decoding after a cache of the row before its anchor."""
-    cfg = settings(anchors=4, block_size=5)
-    inputs = inputs_of(random_rows(0), cfg)
-    hidden = both_views(random_model, inputs, cfg)[1]
-    for b in range(3):
-        for m in range(4):
-            a = inputs["anchors"][b, m].item()
-            views = make_views(random_model, 40, cfg)
-            forward(views.ar, inputs["input_ids"][b, :a], causal())
-            views.ar.kv_cache.commit(a)
-            alone = forward(views.diffusion, inputs["block_ids"][b, m], full())
-            assert (alone - hidden[b, m]).abs().max() < 1e-4
-
-
 def test_the_block_mask_of_a_gpu_gives_the_same_step(random_model, monkeypatch):
     """Training on CUDA passes BlockMasks where training on a CPU passes dense masks: same rule, same result."""
     cfg = settings(anchors=3, block_size=5)
@@ -664,25 +513,6 @@ def test_the_block_mask_of_a_gpu_gives_the_same_step(random_model, monkeypatch):
         mask_mod, B, None, T, S, device=device))  # fmt: skip
     for ours, theirs in zip(both_views(random_model, inputs, cfg), expected):
         assert (ours - theirs).abs().max() < 1e-5
-
-
-def test_a_block_sees_nothing_after_its_anchor(random_model):
-    cfg = settings(block_size=4)
-    anchors = [8, 15, 21]
-    draws = {"anchors": torch.tensor([anchors]), "is_valid": torch.ones(1, 3, dtype=torch.bool)}
-    inputs = make_training_inputs(random_rows(1, rows=1), draws, cfg)
-    before = both_views(random_model, inputs, cfg)[1][0]
-
-    def changed_by(name, *place):
-        other = {key: value.clone() for key, value in inputs.items()}
-        other[name][place] = (other[name][place] + 1) % 36
-        after = both_views(random_model, other, cfg)[1][0]
-        return [not torch.equal(before[m], after[m]) for m in range(3)]
-
-    for m, a in enumerate(anchors):
-        for place in (a - 1, a, a + 1, a + 2, 29):  # in the clean row alone
-            assert changed_by("input_ids", 0, place)[m] == (place < a)
-        assert changed_by("block_ids", 0, m, 0) == [i == m for i in range(3)], "blocks do not see each other"
 
 
 def test_nothing_to_learn_gives_loss_0_and_finite_gradients(random_model):
@@ -720,15 +550,6 @@ def test_anchors_are_answer_tokens_uniform_without_replacement():
         assert inputs["input_ids"].shape == (1, length + 3) and inputs["weights"].sum() == length - 2
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_micro_batches_add_up_to_the_batch(random_model, objective):
-    cfg = settings(anchors=3, objective=objective)
-    inputs = inputs_of(random_rows(7, rows=4), cfg)
-    whole = training_loss(random_model, inputs, cfg)[0].item()
-    parts = [training_loss(random_model, {k: v[i::2] for k, v in inputs.items()}, cfg)[0].item() for i in (0, 1)]
-    assert sum(parts) == pytest.approx(whole, abs=1e-5)
-
-
 def test_padding_changes_nothing(random_model):
     cfg = settings(anchors=3)
     batch = random_rows(8, rows=1, length=20)
@@ -756,29 +577,8 @@ def test_rows_are_packed_end_to_end_or_one_by_one():
         packed(max_len=7, block_size=7)
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_overfits_one_batch_and_leaves_the_backbone_alone(objective):
-    model = copied()
-    frozen = {name: p.clone() for name, p in model.named_parameters() if "_diff." not in name}
-    cfg = settings(anchors=2, block_size=4, objective=objective)
-    inputs = inputs_of(random_rows(10, rows=2, length=16), cfg)
-    text = generate_ar(model, PROMPT, settings())[0]
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
-    losses = []
-    for _ in range(60):
-        loss, _ = training_loss(model, inputs, cfg)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
-    for name, p in model.named_parameters():
-        assert name not in frozen or (torch.equal(p, frozen[name]) and p.grad is None), name
-    assert torch.equal(generate(model, PROMPT, settings(block_size=4))[0], text)
-
-
-def test_checkpointing_and_bfloat16_give_the_same_step(random_model):
-    """bfloat16: a frozen backbone in bfloat16 and a float32 view under autocast, as `train` has them on a GPU."""
+def test_bfloat16_gives_the_same_step(random_model):
+    """A frozen backbone in bfloat16 and a float32 view under autocast, as `train` has them on a GPU."""
     cfg = settings(anchors=3)
     inputs = inputs_of(random_rows(11), cfg)
 
@@ -790,9 +590,7 @@ def test_checkpointing_and_bfloat16_give_the_same_step(random_model):
         return loss.item(), grad_norms(model)
 
     loss, norms = step(random_model, cfg)
-    again = step(random_model, dataclasses.replace(cfg, checkpointing=True))
-    assert again[0] == pytest.approx(loss, rel=1e-5) and again[1] == pytest.approx(norms, rel=1e-4)
-    low = random_view(attach(backbone().bfloat16(), {}, torch.float32), 5)
+    low = random_view(attach(random_lm("qwen3").bfloat16(), {}, torch.float32), 5)
     rough = step(low, dataclasses.replace(cfg, dtype="bfloat16"))
     assert rough[0] == pytest.approx(loss, rel=0.05) and rough[1].keys() == norms.keys()
     assert {p.dtype for p in low.parameters() if p.grad is not None} == {torch.float32}
@@ -814,13 +612,13 @@ def test_the_view_starts_as_a_copy_and_takes_only_its_own_tensors():
         assert trained == {name for name in model.state_dict() if "_diff." in name}
         assert {name.rsplit(".", 2)[1] for name in trained} == {f"{name}_diff" for name in names}
     view = {name: p.detach() for name, p in random_view(model, 3).named_parameters() if "_diff." in name}
-    other = attach(backbone(), view, torch.float32).state_dict()
+    other = attach(random_lm("qwen3"), view, torch.float32).state_dict()
     assert all(torch.equal(other[name], view[name]) for name in view)
     name = min(view)
     unknown = {"model.layers.9.x_diff.weight": view[name]}
     for wrong in ({name: view[name]}, view | {name: view[name][:1]}, view | unknown):
         with pytest.raises(ValueError, match="do not belong"):
-            attach(backbone(), wrong, torch.float32)
+            attach(random_lm("qwen3"), wrong, torch.float32)
 
 
 FEW = ["--device", "cpu", "--dtype", "float32", "--problems", "2", "--max_new_tokens", "12"]
@@ -828,10 +626,6 @@ FEW = ["--device", "cpu", "--dtype", "float32", "--problems", "2", "--max_new_to
 
 def run(*flags):
     assert orthrus.main([str(flag) for flag in flags]) == 0
-
-
-def figures(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -854,7 +648,7 @@ def test_a_trained_folder_holds_its_base_and_the_view(trained, capsys):
     assert (config["block_size"], config["mask_token_id"]) == (5, 1)
     AutoModelForCausalLM.from_pretrained(trained)  # plain transformers gives the AR model
     run("--generate", "--model", trained, "--test", ROOT / "tests/tiny/test.jsonl", *FEW, "--merged", 2)
-    rows = figures(capsys)
+    rows = last_line(capsys)["rows"]
     assert [row["same_as_ar"] for row in rows] == [2, 2, 2] and "merged" in rows[2]["label"]
 
 
@@ -886,7 +680,7 @@ def test_other_layouts_load_without_remote_code(trained, tmp_path, capsys, layou
     forwards = []
     for model in (folder, trained):
         run("--generate", "--model", model, "--prompt", "Tom has 3 red pens", *FEW, "--block_size", 5)
-        rows = figures(capsys)
+        rows = last_line(capsys)["rows"]
         assert rows[1]["same_as_ar"] == 1
         forwards.append(rows[1]["forwards"])
     assert forwards[0] == forwards[1]

