@@ -210,3 +210,13 @@ def test_a_gpu_writes_the_texts_of_the_cpu(monkeypatch, name):
         losses.append(script.training_loss(*step)[0].item())
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert not kernels.refused("torch.compile") and not kernels.refused("flex_attention")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_gpu_resumes_training(tmp_path, name):
+    """Fused AdamW wants its step counts on the device; a save holds them as CPU tensors."""
+    script = importlib.import_module(name)
+    flags = ["--train", "--device", "cuda", "--batch_size", "4", "--out", str(tmp_path)]
+    for more in (["--steps", "1"], ["--resume", "--steps", "2"]):
+        assert script.main([*flags, *more]) == 0
