@@ -652,6 +652,19 @@ def test_a_trained_folder_holds_its_base_and_the_view(trained, capsys):
     assert [row["same_as_ar"] for row in rows] == [2, 2, 2] and "merged" in rows[2]["label"]
 
 
+def test_a_view_is_read_after_its_model_was_fetched(trained, monkeypatch):
+    """Of a model on the Hub, the command line has only fetched config.json."""
+    loads = spy(monkeypatch, orthrus, "load")
+    read_view = orthrus.read_view
+
+    def read(name):
+        assert loads
+        return read_view(name)
+
+    monkeypatch.setattr(orthrus, "read_view", read)
+    run("--generate", "--model", trained, "--prompt", "Tom has 3 red pens", *FEW)
+
+
 @pytest.mark.parametrize("layout", ["released", "sharded"])
 def test_other_layouts_load_without_remote_code(trained, tmp_path, capsys, layout):
     """`_diff` keys among the weights of a plain Qwen3, in one file or several."""
