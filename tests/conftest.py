@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network; read when the library is imported
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
 sys.path.insert(0, str(ROOT))
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", ROOT / "tests" / "golden"))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))  # small tensors; the other core is for POOL
 POOL = concurrent.futures.ThreadPoolExecutor(1)
 TMP = tempfile.TemporaryDirectory()
