@@ -38,7 +38,7 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
                 " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
     "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 16 --steps 1000 --lr 4e-4"),
-    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 100 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
+    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 200 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
             " --max_len 56"),
     "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
                     " --sub_block_size 7"),

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network; read when the library is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no network in tests; read by the import below
 
 import pytest
 import torch
