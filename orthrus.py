@@ -624,7 +624,7 @@ def fit(model, part, tokenizer, rows, cfg, folder=None):
     model.to(cfg.device).train()
     device = torch.device(cfg.device)
     optimizer = torch.optim.AdamW(part.parameters(), cfg.lr, (0.9, cfg.beta2), weight_decay=cfg.weight_decay,
-                                  fused=device.type == "cuda")  # fmt: skip
+                                  fused=True)  # fmt: skip
     start = resume(part, optimizer, folder) // cfg.batch_size if folder else 0
     rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(cfg.seed))]
     parts = cfg.accumulation * WORLD or cfg.batch_size  # of a batch, one a forward

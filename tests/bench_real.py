@@ -37,13 +37,13 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
     "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4"
                 " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
-    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 16 --steps 1000 --lr 4e-4"),
-    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 200 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
+    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 8 --steps 1800 --lr 3e-4"),
+    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 300 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
             " --max_len 56"),
     "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
                     " --sub_block_size 7"),
     "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 64 --lr 1e-4"),
-    "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 500 --lr 4e-4"),
+    "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 600 --lr 4e-4"),
     "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 200 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
                " --max_pad 8 --tags '<repo_name> <reponame>' --aux OUT/python-ar"),
 }  # fmt: skip
@@ -53,14 +53,14 @@ DECODE = {  # script: (flags, settings: the first is the main one)
     "refusion": ("--slot_size 4 --serial_blocks 1", [dict(tau_slot=a, tau_token=b) for a, b in PAIRS]),
     "d2f": ("--decode_block_size 8", [dict(tau_conf=tau) for tau in (0.9, 0.5, 0.7, 0.95, 0.99)]),
     "fastdllm_v2": ("--sub_block_size 7", [dict(tau=tau) for tau in (0.9, 0.5, 0.7, 0.95, 1.0)]),
-    "codila": ("--table 2,4,8", [dict(tau=tau) for tau in (0.3, 0.1, 0.2, 0.5, 1.0)]),  # of dynamic
+    "codila": ("--table 2,4,8 --window 2", [dict(tau=tau) for tau in (0.3, 0.1, 0.2, 0.5, 1.0)]),  # of dynamic
 }
 
 
 def write_python_rows(args):
     """python-train.jsonl, python-test.jsonl (200 rows): small functions of Python's own library.
 
-    The prompt is `def NAME(...):`, the response its body; neither has more than 24 tokens, EOS counted.
+    The prompt is `def NAME(...):`, at most 16 tokens; the response is its body, 17 to 32 tokens, EOS counted.
     """
     tokenizer = read_tokenizer(args.model)
     bodies = {}
@@ -74,7 +74,7 @@ def write_python_rows(args):
                 node.decorator_list = []
                 head, _, body = ast.unparse(node).partition("\n")
                 lens = [len(tokenizer(text)["input_ids"]) for text in (head, "\n" + body)]
-                if lens[0] <= 24 and lens[1] < 24 and '"""' not in body:
+                if lens[0] <= 16 and 16 <= lens[1] < 32 and '"""' not in body:
                     bodies.setdefault(head, body)
     rows = [json.dumps(dict(prompt=head, response="\n" + body)) + "\n" for head, body in bodies.items()]
     random.Random(0).shuffle(rows)
