@@ -499,7 +499,7 @@ def load(name, cfg, dtype, training=False):
              f"embedding of {config.vocab_size}")  # fmt: skip
         need(encode(tokenizer, [dict(role="user", content="a")])["prompt_ids"], "its tokenizer has no tokens")
     except Exception as error:
-        hint = " (a git-lfs pointer?)" if isinstance(error, SafetensorError) else ""
+        hint = " (a git-lfs pointer?)" if isinstance(error, (SafetensorError, json.JSONDecodeError)) else ""
         raise ValueError(f"cannot load model {name}: {str(error)[:300]}{hint}") from error
     cfg.eos_id = config.eos_token_id if type(config.eos_token_id) is list and not training else eos_id
     cfg.text_len = config.max_position_embeddings

@@ -38,13 +38,13 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
                 " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
     "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 8 --steps 1800 --lr 3e-4"),
-    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 300 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
+    "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 200 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
             " --max_len 56"),
     "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
                     " --sub_block_size 7"),
-    "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 64 --lr 1e-4"),
+    "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 32 --lr 1e-4"),
     "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 600 --lr 4e-4"),
-    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 200 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
+    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 300 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
                " --max_pad 8 --tags '<repo_name> <reponame>' --aux OUT/python-ar"),
 }  # fmt: skip
 PAIRS = ((0.9, 0.9), (0.6, 0.3), (0.8, 0.6), (0.95, 0.95), (0.99, 0.99))

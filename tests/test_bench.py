@@ -207,7 +207,7 @@ def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
 
 
 def test_python_rows_are_small_functions(tmp_path, monkeypatch):
-    source = "class A:\n    def f(self, x):\n        return x\n\ndef g():\n    'words'\n    return 1\n"
+    source = "class A:\n    def f(self, x):\n        y = x + 1\n        return y * 2\n\ndef g():\n    'words'\n    return 1\n"
     (tmp_path / "a.py").write_text(source + "async def h():\n    pass\ndef k():\n    return " + "1 + " * 30 + "1\n")
     (tmp_path / "broken.py").write_text("def")
     monkeypatch.setattr(bench_real.sysconfig, "get_path", lambda name: tmp_path)
@@ -215,7 +215,7 @@ def test_python_rows_are_small_functions(tmp_path, monkeypatch):
     train, test = bench_real.rows_of("codila", args)
     assert train.read_text() == "" and bench_real.rows_of("refusion", args) == (args.data, args.test)
     (row,) = map(json.loads, test.read_text().splitlines())
-    assert row == dict(prompt="def f(self, x):", response="\n    return x")
+    assert row == dict(prompt="def f(self, x):", response="\n    y = x + 1\n    return y * 2")
     judged = {text: bench_real.is_python(text, None, None) for text in (row["response"], " pass", "", "\nreturn", "\0")}
     assert list(judged.values()) == [True, True, False, False, False]
 

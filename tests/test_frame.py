@@ -737,6 +737,7 @@ def written(name, text):
     return lambda folder: (folder / name).write_text(text)
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\n"
 BROKEN = {  # name: (change of a folder, words of the line)
     "weights are junk": (written("model.safetensors", "junk"), ["cannot load"]),
     "config is cut off": (written("config.json", "{"), ["cannot load"]),
@@ -756,7 +757,8 @@ BROKEN = {  # name: (change of a folder, words of the line)
     "a chat template that does not parse": (written("chat_template.jinja", "{% for %}"), ["cannot load"]),
     "code in the folder": (with_code, ["cannot load"]),
     "a pickle in the folder": (with_pickle, ["cannot load"]),
-    "a git-lfs pointer": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ["git-lfs"]),
+    "a git-lfs pointer": (written("model.safetensors", LFS), ["git-lfs"]),
+    "a git-lfs pointer instead of a tokenizer": (written("tokenizer.json", LFS), ["git-lfs"]),
 }
 
 
