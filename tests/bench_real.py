@@ -37,7 +37,7 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
     "orthrus": ("orthrus.py", "ar", f"{FEW} 16 --steps 150 --lr 5e-4 --block_size 16 --anchors 4"
                 " --no-packing"),
     "refusion": ("refusion.py", "ar", f"{FEW} 32 --steps 320 --lr 2e-4 --slot_sizes 4 --loss_norm paper"),
-    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 8 --steps 1800 --lr 3e-4"),
+    "dlm": (f"{PRETRAIN} diffusion", "ar", f"{FEW} 16 --steps 1000 --lr 4e-4"),
     "d2f": ("d2f.py", "dlm", f"{FEW} 16 --steps 200 --lr 1e-3 --p_max 1 --lora_dropout 0 --block_size 8"
             " --max_len 56"),
     "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
@@ -53,7 +53,7 @@ DECODE = {  # script: (flags, settings: the first is the main one)
     "refusion": ("--slot_size 4 --serial_blocks 1", [dict(tau_slot=a, tau_token=b) for a, b in PAIRS]),
     "d2f": ("--decode_block_size 8", [dict(tau_conf=tau) for tau in (0.9, 0.5, 0.7, 0.95, 0.99)]),
     "fastdllm_v2": ("--sub_block_size 7", [dict(tau=tau) for tau in (0.9, 0.5, 0.7, 0.95, 1.0)]),
-    "codila": ("--table 2,4,8 --window 2", [dict(tau=tau) for tau in (0.3, 0.1, 0.2, 0.5, 1.0)]),  # of dynamic
+    "codila": ("--table 2,4,8", [dict(tau=tau) for tau in (0.3, 0.1, 0.2, 0.5, 1.0)]),  # of dynamic
 }
 
 
