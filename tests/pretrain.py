@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import build_mask, causal, full, padded_len, token_nll, walk  # noqa: E402
+from common import build_mask, causal, padded_len, token_nll, walk  # noqa: E402
 
 # a copy of the script of its own: the names that its frame calls are replaced below
 spec = importlib.util.spec_from_file_location("frame", ROOT / "refusion.py")
@@ -49,22 +49,32 @@ class Config(frame.Config):
     warmup: float = 0.05  # share of the steps
     beta2: float = 0.98  # AdamW
     pad: int = 8  # diffusion: at most so many EOS after the longest row of a batch, learnt like all else
+    anneal: float = 0.0  # diffusion: share of the steps in which attention grows from causal to full
 
 
 def draw_noise(batch, cfg, generator):
-    """Diffusion: the length of the batch, one mask ratio a row, spread over the batch, a uniform number a token."""
+    """The length of the batch, and how many keys `ahead` of itself a query sees: 0 (ar), in the end all.
+
+    Diffusion: one mask ratio a row, spread over the batch, and a uniform number a token. Attention that grows
+    step by step keeps what the AR model knows (attention mask annealing, DiffuLLaMA, arXiv 2410.17891).
+    """
     longest = max(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in batch)
     if cfg.objective == "ar":
-        return dict(length=longest)
+        return dict(length=longest, ahead=0)
     length = longest + torch.randint(cfg.pad + 1, (1,), generator=generator).item()
+    step = generator.initial_seed() - cfg.seed * 1_000_003  # as the frame seeds it
+    full_from = cfg.anneal * cfg.steps
+    L = padded_len(length, cfg.device)
+    ahead = L if step >= full_from else int(L * step / full_from)
     t = (torch.rand(1, generator=generator) + torch.arange(len(batch)) / len(batch)) % 1
-    return dict(length=length, t=(1 - 1e-3) * t + 1e-3, u=torch.rand(len(batch), length, generator=generator))
+    u = torch.rand(len(batch), length, generator=generator)
+    return dict(length=length, ahead=ahead, t=(1 - 1e-3) * t + 1e-3, u=u)
 
 
 def make_training_inputs(batch, draws, cfg):
     """prompt | answer | EOS ...: input_ids, labels (B, L) int64 at the row before their token, weights float32.
 
-    The loss is sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of
+    ahead (B,) int64. The loss is sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of
     the batch.
     """
     L = padded_len(draws["length"], cfg.device)
@@ -80,14 +90,16 @@ def make_training_inputs(batch, draws, cfg):
     labels = F.pad(input_ids.masked_fill(~is_target, -100)[:, 1:], (0, 1), value=-100)
     if cfg.objective == "diffusion":
         input_ids = input_ids.masked_fill(is_target, cfg.mask_id)
-    return dict(input_ids=input_ids, labels=labels, weights=(labels != -100) / is_target.sum().clamp(min=1))
+    weights = (labels != -100) / is_target.sum().clamp(min=1)
+    ahead = torch.full((len(batch),), draws["ahead"])
+    return dict(input_ids=input_ids, labels=labels, weights=weights, ahead=ahead)
 
 
 def training_loss(model, inputs, cfg):
     """Mean loss of the batch. Returns (loss, logs)."""
     B, L = inputs["input_ids"].shape
     device = inputs["input_ids"].device
-    attn_mask = build_mask(causal() if cfg.objective == "ar" else full(), 1, L, L, device)
+    attn_mask = build_mask(causal(inputs["ahead"][0]), 1, L, L, device)
     positions = torch.arange(L, device=device).expand(B, L)
     hidden = walk(model, inputs["input_ids"], positions, attn_mask, checkpointing=cfg.checkpointing)
     return (inputs["weights"] * token_nll(model.lm_head, hidden, inputs["labels"])).sum(), {}

@@ -6,6 +6,7 @@ TINY_ROWS=200 judges them on every row of their test files (10 minutes), else on
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,3 +83,20 @@ def test_pretraining_makes_a_base_for_any_script(objective, loss, tmp_path, caps
     assert config.get("shifted_logits") is (True if objective == "diffusion" else None)
     assert "trained_with" not in config and Path(out, "tokenizer.json").exists()
     AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_attention_grows_from_causal_to_full(monkeypatch):
+    """Half of 8 steps: nothing ahead at step 0, half of the row at step 2, all of it from step 4 on; ar: nothing."""
+    batch = [dict(prompt_ids=[1, 2], answer_ids=[3, 4, 5, 6, 7, 0])] * 2
+    model = SimpleNamespace(lm_head=None)
+    masks = []
+    monkeypatch.setattr(pretrain, "walk", lambda model, ids, positions, mask, checkpointing: masks.append(mask[0, 0]))
+    monkeypatch.setattr(pretrain, "token_nll", lambda head, hidden, labels: torch.zeros(labels.shape))
+    cases = [("diffusion", 0, 0), ("diffusion", 2, 4), ("diffusion", 4, 8), ("diffusion", 7, 8), ("ar", 7, 0)]
+    for objective, step, ahead in cases:
+        cfg = pretrain.Config(objective=objective, steps=8, anneal=0.5, seed=3, pad=0, device="cpu")
+        cfg.mask_id, cfg.eos_id = 9, 0
+        generator = torch.manual_seed(cfg.seed * 1_000_003 + step)  # as `fit` does
+        inputs = pretrain.make_training_inputs(batch, pretrain.draw_noise(batch, cfg, generator), cfg)
+        pretrain.training_loss(model, inputs, cfg)
+        assert torch.equal(masks[-1], torch.ones(8, 8).tril(ahead).bool())
