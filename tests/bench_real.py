@@ -50,7 +50,7 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
                     " --sub_block_size 7"),
     "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 32 --lr 1e-4"),
     "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 600 --lr 4e-4 --anneal 0.125"),
-    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 200 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
+    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 300 --lr 4e-4 --block_sizes 2,4,8 --p_partial 0.5"
                " --max_pad 8 --tags '<repo_name> <reponame>' --aux OUT/python-ar"),
 }  # fmt: skip
 PAIRS = ((0.9, 0.9), (0.6, 0.3), (0.8, 0.6), (0.95, 0.95), (0.99, 0.99))
