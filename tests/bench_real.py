@@ -31,7 +31,8 @@ from common import read_tokenizer
 from refusion import Config, encode_rows
 
 PRETRAIN = "tests/pretrain.py --objective"
-# a script, with SDPA's unfused form, faster on a CPU for such short rows in bfloat16; GPUs train on flex_attention
+# Runs a script with SDPA's unfused form: faster on a CPU for such short rows in bfloat16. GPUs train on
+# flex_attention.
 START = """import os, runpy, sys, torch
 torch.backends.cuda.enable_flash_sdp(False)
 del sys.argv[0]
@@ -49,8 +50,8 @@ TRAIN = {  # folder: (script, the folder that it starts from, flags)
     "fastdllm_v2": ("fastdllm_v2.py", "ar", f"{FEW} 16 --steps 320 --lr 3e-4 --max_len 49 --block_size 7"
                     " --sub_block_size 7"),
     "python-ar": (f"{PRETRAIN} ar", "", f"{FEW} 32 --steps 32 --lr 1e-4"),
-    "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 600 --lr 4e-4 --anneal 0.125"),
-    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 300 --lr 4e-4 --block_sizes 2,4,8 --p_partial 0.5"
+    "python-dlm": (f"{PRETRAIN} diffusion", "", f"{FEW} 16 --steps 600 --lr 4e-4"),
+    "codila": ("codila.py", "python-dlm", f"{FEW} 16 --steps 300 --lr 2e-4 --block_sizes 2,4,8 --p_partial 0.5"
                " --max_pad 8 --tags '<repo_name> <reponame>' --aux OUT/python-ar"),
 }  # fmt: skip
 PAIRS = ((0.9, 0.9), (0.6, 0.3), (0.8, 0.6), (0.95, 0.95), (0.99, 0.99))

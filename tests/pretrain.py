@@ -53,7 +53,7 @@ class Config(frame.Config):
 
 
 def draw_noise(batch, cfg, generator):
-    """The length of the batch, and how many keys `ahead` of itself a query sees: 0 (ar), in the end all.
+    """The length of the batch, and how many keys after itself a query sees (`ahead`): 0 (ar), in the end all.
 
     Diffusion: one mask ratio a row, spread over the batch, and a uniform number a token. Attention that grows
     step by step keeps what the AR model knows (attention mask annealing, DiffuLLaMA, arXiv 2410.17891).
@@ -74,8 +74,8 @@ def draw_noise(batch, cfg, generator):
 def make_training_inputs(batch, draws, cfg):
     """prompt | answer | EOS ...: input_ids, labels (B, L) int64 at the row before their token, weights float32.
 
-    ahead (B,) int64. The loss is sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of
-    the batch.
+    ahead (B,) int64, one number for all rows: a query sees so many keys after itself. The loss is
+    sum(weights * nll): the mean over all answer tokens (ar) or all masked tokens (diffusion) of the batch.
     """
     L = padded_len(draws["length"], cfg.device)
     input_ids = torch.full((len(batch), L), cfg.eos_id)
