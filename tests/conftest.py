@@ -51,6 +51,15 @@ def started(request):
     return request.module.STARTED
 
 
+def few_rows(script):
+    """Flags: the script's own data cut to 64 rows, since a few steps need no more; its own test file."""
+    whole = Path(script.Config.data)
+    few = Path(TMP.name, whole.name)
+    if not few.exists():
+        few.write_text("".join(whole.read_text("utf-8").splitlines(True)[:64]), "utf-8")
+    return ["--data", str(few), "--test", script.TINY["test"]]
+
+
 def golden(method):
     """(cases of cases.json, tensors of cases.safetensors, folder) of a method."""
     folder = GOLDEN / method

@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import golden, last_line, load_backbone, named, random_lm, spy, write_tokenizer
+from conftest import few_rows, golden, last_line, load_backbone, named, random_lm, spy, write_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 import codila
@@ -816,7 +816,8 @@ def test_train_save_reload_a_released_pair(folders, tmp_path, capsys, monkeypatc
 
 def test_train_compare_and_infill(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
-    assert run("--train", "--generate", "--out", out, "--steps", 2, "--batch_size", 4, "--problems", 1) == 0
+    few = ["--steps", 2, "--batch_size", 4, "--problems", 1]
+    assert run("--train", "--generate", *few_rows(codila), *few, "--out", out) == 0
     rows = last_line(capsys)["rows"]
     kinds = "independent tokens, K={0}", "independent block, K=B={0}", "codila, K=B={0}"
     labels = ["plain AR", "one token a forward", *(kind.format(B) for B in (2, 4, 8) for kind in kinds)]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, golden, last_line, load_backbone, random_lm, write_tokenizer
+from conftest import ROOT, few_rows, golden, last_line, load_backbone, random_lm, write_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -511,7 +511,7 @@ def run(*args):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("d2f") / "run"
-    assert run("--train", "--steps", 3, "--batch_size", 4, "--lr", 0.1, "--out", out) == 0
+    assert run("--train", *few_rows(d2f), "--steps", 3, "--batch_size", 4, "--lr", 0.1, "--out", out) == 0
     return out
 
 

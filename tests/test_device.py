@@ -10,6 +10,7 @@ import importlib
 import pytest
 import torch
 from bench_train import SCRIPTS, prepared_step, run_script
+from conftest import few_rows
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -150,7 +151,7 @@ def decodings(script, monkeypatch, device, *flags, padded=False, times=1):
         return dict(label=label)
 
     pretended = PretendedDevice()
-    flags = ["--device", device, "--dtype", "float32", "--max_new_tokens", 16, *flags]
+    flags = ["--device", device, "--dtype", "float32", "--max_new_tokens", 12, *flags]
     with monkeypatch.context() as patch, contextlib.nullcontext() if device == "cuda" else pretended:
         patch.setattr(kernels.GraphReplay, "__call__", call)
         run_script(script, ["--generate", "--model", script.Config.model, *flags], decode=decode)
@@ -182,7 +183,7 @@ def test_a_training_step_keeps_devices_apart_and_waits_only_to_choose_rows(name)
     losses = []
     for device in ("cpu", str(DEVICE)):
         with PretendedDevice() as pretended:
-            flags = ["--batch_size", 4, "--dtype", "float32"]
+            flags = ["--batch_size", 4, "--dtype", "float32", *few_rows(script)]
             step = prepared_step(script, flags, device=device)
             pretended.events.clear()
             torch.manual_seed(0)
@@ -192,7 +193,7 @@ def test_a_training_step_keeps_devices_apart_and_waits_only_to_choose_rows(name)
             assert len(waits) <= 2 and {*waits} <= {"__getitem__", "nonzero"}, waits
             loss.backward()
         losses.append(loss.item())
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # sums of other shapes
 
 
 @pytest.mark.gpu

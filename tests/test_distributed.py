@@ -1,5 +1,6 @@
 """Several processes (gloo, CPU) give what one process gives: losses, weights; a run goes on with another number."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import POOL, ROOT, TMP
+from conftest import POOL, ROOT, TMP, few_rows
 from safetensors.torch import load_file
 from test_frame import SCRIPTS, short
 
@@ -17,12 +18,12 @@ WORKER = str(ROOT / "tests" / "distributed_worker.py")
 
 
 def start():
-    """One process, two processes, and one that two go on from; see conftest."""
+    """In one process, then in two; see conftest."""
     return POOL.submit(train_all, Path(tempfile.mkdtemp(dir=TMP.name)))
 
 
 def launch(world, target, jobs, **settings):
-    """Run [(script, flags)] in `world` processes. Returns the losses that rank 0 saw, by script."""
+    """Run [(script, flags)] in `world` processes. Returns the losses of each that rank 0 saw."""
     words = [word for name, flags in jobs for word in (name, *flags, "--")][:-1]
     launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
@@ -39,19 +40,17 @@ def launch(world, target, jobs, **settings):
 
 
 def train_all(folder):
-    """(folder, {run: losses by script}): `one` and `two` processes; `on`: 4 steps by one, the last 2 by two."""
+    """(folder, {run: losses by script}): `one` and `two` processes; `on`: from step 4 of `one`, by two."""
 
     def jobs(run, **flags):
-        return [(name, ["--train", *short(batch_size=8, steps=6, **flags), "--out", str(folder / f"{name}-{run}")])
-                for name in SCRIPTS]  # fmt: skip
+        return [(name, ["--train", *few_rows(importlib.import_module(name)), *short(batch_size=8, steps=6, **flags),
+                        "--out", str(folder / f"{name}-{run}")]) for name in SCRIPTS]  # fmt: skip
 
-    found = {"one": launch(1, folder / "one.json", jobs("one", accumulation=2))}
-    found["two"] = launch(2, folder / "two.json", jobs("two"))
-    launch(1, folder / "stopped.json", jobs("on", save_every=4), STOP_AFTER_SAVE="1")
-    again = [(name, ["--train", "--resume", *short(batch_size=8, steps=6), "--out", str(folder / f"{name}-on")])
-             for name in SCRIPTS]  # fmt: skip
-    found["on"] = launch(2, folder / "on.json", again)
-    return folder, found
+    one = launch(1, folder / "one.json", jobs("one", accumulation=2, save_every=4), COPY="1")
+    again = [(name, [*flags, "--resume"]) for name, flags in jobs("one-copy")]
+    two = launch(2, folder / "two.json", jobs("two") + again)
+    found = dict(one=one, two=two[: len(SCRIPTS)], on=two[len(SCRIPTS) :])
+    return folder, {run: dict(zip(SCRIPTS, losses, strict=True)) for run, losses in found.items()}
 
 
 @pytest.fixture
@@ -79,5 +78,5 @@ def test_one_plain_folder_is_saved_with_the_same_weights(runs, name):
 def test_a_run_goes_on_in_another_number_of_processes(runs, name):
     folder, found = runs
     assert found["on"][name] == pytest.approx(found["one"][name][4:], rel=2e-3)
-    one, on = (load_file(folder / f"{name}-{run}" / "model.safetensors") for run in ("one", "on"))
+    one, on = (load_file(folder / f"{name}-{run}" / "model.safetensors") for run in ("one", "one-copy"))
     assert all((one[key].float() - on[key].float()).abs().mean() < 1e-4 for key in one)

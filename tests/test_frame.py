@@ -15,6 +15,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -24,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_train import SCRIPTS, prepared_step, run_script
-from conftest import ROOT, TINY, last_line
+from conftest import POOL, ROOT, TINY, TMP, few_rows, last_line
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,8 +49,11 @@ def script(request):
 
 
 def run(script, *args):
+    words = [str(arg) for arg in args]
+    if "--train" in words and not {"--data", "--resume"} & {*words}:
+        words += few_rows(script)
     try:
-        return script.main([str(arg) for arg in args])
+        return script.main(words)
     except SystemExit as error:  # argparse, and a run that was told to stop
         return error.code
 
@@ -174,7 +178,7 @@ def test_another_seed_is_another_run(tmp_path):
 def test_micro_batches_and_recomputed_layers_give_the_gradients_of_the_batch(flags):
     name, *flags = flags.split()
     script, results = importlib.import_module(name), []
-    model, inputs, cfg = prepared_step(script, ["--batch_size", 4, "--dtype", "float32", *flags])
+    model, inputs, cfg = prepared_step(script, ["--batch_size", 4, "--dtype", "float32", *few_rows(script), *flags])
     model.eval()  # no dropout
     for n in (1, 3):
         cfg.checkpointing = n > 1
@@ -255,22 +259,29 @@ def test_what_asks_to_stop_finishes_the_step_and_saves(tmp_path, monkeypatch, ca
         signal.signal(number, usual)
 
 
-def test_kill_9_in_a_real_process(tmp_path):
-    """The last save is whole, and training goes on from it."""
-    out = tmp_path / "run"
-    flags = [*short(steps=100000, save_every=3), "--out", str(out)]
+def start():
+    """What test_kill_9 needs; see conftest."""
+    return POOL.submit(killed, Path(tempfile.mkdtemp(dir=TMP.name), "run"))
+
+
+def killed(out):
+    """A training run that kill -9 has ended some time after its first save. Returns (out, status, stderr)."""
+    flags = [*short(steps=100000, save_every=3), *few_rows(refusion), "--out", str(out)]
     command = [sys.executable, str(ROOT / "refusion.py"), "--train", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        deadline = time.time() + 60
-        while not list(out.glob("step-*")):
-            assert time.time() < deadline and process.poll() is None, process.communicate()[1]
-            time.sleep(0.05)
-    finally:
-        process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -9
+    deadline = time.time() + 100
+    while not list(out.glob("step-*")) and time.time() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    error = process.communicate(timeout=60)[1]
+    return out, process.returncode, error
+
+
+def test_kill_9_in_a_real_process(started):
+    """The last save is whole, and training goes on from it."""
+    out, status, error = started.result()
+    assert status == -9 and list(out.glob("step-*")), error
     step = int(refusion.newest(out).name.removeprefix("step-"))
     assert run(refusion, "--train", "--resume", "--steps", step + 1, "--out", out) == 0
     assert json.loads((out / "config.json").read_text())["trained_with"]["steps"] == step + 1
@@ -354,7 +365,7 @@ def test_an_empty_folder_and_a_link_are_places_to_save_to(tmp_path):
 
 def test_generate_prints_text_figures_and_json(script, trained, tmp_path, capsys):
     picture = tmp_path / "trace.svg"
-    flags = (*ON_CPU, "--trace", "--trace-svg", picture)
+    flags = (*ON_CPU, "--max_new_tokens", 16, "--trace", "--trace-svg", picture)
     texts = []
     for _ in range(2):
         assert run(script, "--generate", "--out", trained(script), *flags) == 0
@@ -386,7 +397,7 @@ def decodings(script, *flags):
         found.append((run, decoder, model, cfg))
         return dict(label=label)
 
-    flags = [*OFFERED[script.METHOD], "--max_new_tokens", 16, *ON_CPU, *flags]
+    flags = [*OFFERED[script.METHOD], "--max_new_tokens", 10, *ON_CPU, *flags]
     run_script(script, ["--generate", "--model", script.Config.model, *flags], decode=decode)
     return found[1:]
 
@@ -405,8 +416,8 @@ def test_a_text_depends_on_its_prompt_and_the_seed_alone(script, temperature):
             return seq_ids.tolist(), {key: x for key, x in record.items() if not torch.is_tensor(x)}
 
         fresh = [text(ids, bare) for ids in prompts]
-        assert [text(ids, cfg, decoder) for ids in [*prompts[::-1], *prompts]] == fresh[::-1] + fresh
-        assert ([text(ids, cfg, seed=2) for ids in prompts] == fresh) == (temperature == 0)
+        assert [text(ids, cfg, decoder) for ids in prompts[::-1]] == fresh[::-1]
+        assert (text(prompts[0], cfg, seed=2) == fresh[0]) == (temperature == 0)
         bare.eos_id = fresh[0][0][0][9]
         ended = text(prompts[0], bare)
         bare.eos_id = [bare.eos_id, 10**6]
@@ -414,7 +425,7 @@ def test_a_text_depends_on_its_prompt_and_the_seed_alone(script, temperature):
         bare.eos_id = None
         endless = text(prompts[0], bare)
         bare.eos_id = 10**6
-        assert endless == text(prompts[0], bare) and len(endless[0][0]) >= 3 + 16
+        assert endless == text(prompts[0], bare) and len(endless[0][0]) >= 3 + 10
         for bad in [prompts[0].repeat(2, 1)] + [prompts[0][:, :0]] * (script.METHOD != "codila"):
             with pytest.raises(ValueError):
                 script.generate(model, bad, cfg)
@@ -430,7 +441,7 @@ def test_neither_the_mask_nor_a_row_without_a_token_is_written(script, temperatu
         for head in heads:
             head.register_forward_hook(lambda head, args, out: out.index_fill(-1, torch.tensor(loud), 50.0))
         seq_ids, _ = run(model, torch.tensor([[5, 6, 7]]), cfg, None, torch.Generator().manual_seed(1))
-        assert seq_ids.shape[1] >= 3 + 16 and not {*loud} & {*seq_ids[0, 3:].tolist()}
+        assert seq_ids.shape[1] >= 3 + 10 and not {*loud} & {*seq_ids[0, 3:].tolist()}
 
 
 def test_drafts_are_drawn_from_the_tempered_softmax_and_at_0_not_drawn(script):
@@ -774,14 +785,13 @@ def test_broken_checkpoints_are_refused(tmp_path, capsys, name):
 
 def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys):
     """Weights that are not numbers: no confidence passes a threshold, no comparison is true."""
-    for value in (float("nan"), float("inf")):
+    for value, temperature in ((float("nan"), 0), (float("inf"), 1)):
         folder = copied(tmp_path / str(value), source=trained(script))
         reshaped(folder, lambda t: t["model.norm.weight"].fill_(value))
-        for temperature in (0, 1):
-            flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
-            assert run(script, "--generate", "--model", folder, *flags) == 0
-            report = last_line(capsys)
-            assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
+        flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
+        assert run(script, "--generate", "--model", folder, *flags) == 0
+        report = last_line(capsys)
+        assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
 
 
 def test_a_broken_state_is_not_resumed(script, trained, tmp_path, capsys):

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, golden, last_line, load_backbone, named, random_lm, spy
+from conftest import ROOT, few_rows, golden, last_line, load_backbone, named, random_lm, spy
 from safetensors.torch import load_file, save_file
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM
@@ -631,7 +631,7 @@ def run(*flags):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("orthrus") / "run"
-    run("--train", *FEW, "--steps", 3, "--batch_size", 4, "--block_size", 5, "--out", out)
+    run("--train", *FEW, *few_rows(orthrus), "--steps", 3, "--batch_size", 4, "--block_size", 5, "--out", out)
     return out
 
 
@@ -701,7 +701,8 @@ def test_other_layouts_load_without_remote_code(trained, tmp_path, capsys, layou
 
 def test_training_goes_on_from_a_trained_view_and_an_untrained_one_is_said(trained, tmp_path, capsys):
     out = tmp_path / "more"
-    run("--train", "--model", trained, *FEW, "--steps", 1, "--lr", "1e-9", "--batch_size", 4, "--out", out)
+    short = ["--steps", 1, "--lr", "1e-9", "--batch_size", 4]
+    run("--train", "--model", trained, *FEW, *few_rows(orthrus), *short, "--out", out)
     before = orthrus.read_view(trained)
     after = orthrus.read_view(out)
     assert all(torch.allclose(after[key], before[key], atol=1e-6) for key in before)
