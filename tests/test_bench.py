@@ -189,6 +189,7 @@ def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
                     "if '--resume' not in words:\n    import signal\n"
                     "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n    time.sleep(60)\n")  # fmt: skip
     monkeypatch.setattr(bench_real, "ROOT", tmp_path)
+    # without torch, whose import may take longer than the stage is given
     monkeypatch.setattr(bench_real, "START", re.sub(".*torch.*\n", "import os, runpy, sys\n", bench_real.START))
     settings = [dict(tau_slot=0.9), dict(tau_slot=0.1)]
     monkeypatch.setattr(bench_real, "DECODE", dict(refusion=("--slot_size 4 --serial_blocks 1", settings)))

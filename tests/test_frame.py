@@ -416,8 +416,8 @@ def test_a_text_depends_on_its_prompt_and_the_seed_alone(script, temperature):
             return seq_ids.tolist(), {key: x for key, x in record.items() if not torch.is_tensor(x)}
 
         fresh = [text(ids, bare) for ids in prompts]
-        assert [text(ids, cfg, decoder) for ids in prompts[::-1]] == fresh[::-1]
-        assert (text(prompts[0], cfg, seed=2) == fresh[0]) == (temperature == 0)
+        assert [text(ids, cfg, decoder) for ids in [*prompts[::-1], *prompts]] == fresh[::-1] + fresh
+        assert ([text(ids, cfg, seed=2) for ids in prompts] == fresh) == (temperature == 0)
         bare.eos_id = fresh[0][0][0][9]
         ended = text(prompts[0], bare)
         bare.eos_id = [bare.eos_id, 10**6]
@@ -785,13 +785,14 @@ def test_broken_checkpoints_are_refused(tmp_path, capsys, name):
 
 def test_decoding_ends_whatever_the_model_says(script, trained, tmp_path, capsys):
     """Weights that are not numbers: no confidence passes a threshold, no comparison is true."""
-    for value, temperature in ((float("nan"), 0), (float("inf"), 1)):
+    for value in (float("nan"), float("inf")):
         folder = copied(tmp_path / str(value), source=trained(script))
         reshaped(folder, lambda t: t["model.norm.weight"].fill_(value))
-        flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
-        assert run(script, "--generate", "--model", folder, *flags) == 0
-        report = last_line(capsys)
-        assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
+        for temperature in (0, 1):
+            flags = ("--problems", 1, "--max_new_tokens", 8, "--temperature", temperature)
+            assert run(script, "--generate", "--model", folder, *flags) == 0
+            report = last_line(capsys)
+            assert all(1 <= row["new_tokens"] <= 8 for row in report["rows"])
 
 
 def test_a_broken_state_is_not_resumed(script, trained, tmp_path, capsys):
