@@ -3,12 +3,14 @@
     python tests/bench_real.py --model smollm2                 all parts, hours on a CPU; then the table
     python tests/bench_real.py --model smollm2 --minutes 50    what is not done then goes on next time
     python tests/bench_real.py --model smollm2 --parts "train ar" "train orthrus" "decode orthrus float32"
+    python tests/bench_real.py --model smollm2 --data train.jsonl --test test.jsonl --max_len 168 --steps 80
 
 The settings are for SmolLM2-135M-Instruct without its chat template (rows of 46 tokens instead of 76).
 `train` parts call the scripts and tests/pretrain.py and leave a folder each under --out. `decode` parts
 decode --test by plain AR and by the method, in float32 and in bfloat16; in float32 half of it at other
 thresholds too. Each is a line of --out/results.jsonl. CoDiLA writes the bodies of small Python functions, of
-which `right` counts those that ast.parse accepts; the other methods answer arithmetic problems.
+which `right` counts those that ast.parse accepts; the other methods answer arithmetic problems, or --data.
+Flags that are not listed here go to the stages, after their own in TRAIN.
 """
 
 import ast
@@ -109,16 +111,16 @@ def is_python(text, answer, pattern):
 
 
 def train(name, args, seconds):
-    """Run a stage, or go on with it, for so many seconds. Returns its minutes, and whether it is done."""
+    """Run a stage, or go on with it, for so many seconds. Returns its flags, minutes, whether it is done."""
     script, base, flags = TRAIN[name]
     out = Path(args.out, name)
     model = Path(args.out, base) if base else args.model
+    flags = [*shlex.split(flags.replace("OUT", args.out)), *args.more]  # of one said twice the second counts
     if (out / "config.json").exists():
-        return dict(minutes=0.0, done=True)
+        return dict(flags=flags, minutes=0.0, done=True)
     file, *words = script.split()
     command = [sys.executable, "-c", START, ROOT / file, *words, "--train", "--model", model, "--out", out]
-    command += ["--data", rows_of(name, args)[0], "--dtype", args.dtype, "--device", args.device]
-    command += [*shlex.split(flags.replace("OUT", args.out)), *args.more]
+    command += ["--data", rows_of(name, args)[0], "--dtype", args.dtype, "--device", args.device, *flags]
     command += ["--resume"] if any(out.glob("step-*")) else []
     clock = time.time()
     process = subprocess.Popen([str(word) for word in command])
@@ -131,7 +133,7 @@ def train(name, args, seconds):
         process.kill()
     if status not in (0, 143):
         raise ValueError(f"train {name}: status {status}")
-    return dict(minutes=round((time.time() - clock) / 60, 1), done=status == 0)
+    return dict(flags=flags, minutes=round((time.time() - clock) / 60, 1), done=status == 0)
 
 
 def decode(name, args, dtype):
@@ -155,8 +157,8 @@ def decode(name, args, dtype):
     argv = ["--generate", "--out", Path(args.out, name)]
     if name not in ("orthrus", "codila"):  # Orthrus: its own base, which the folder holds in the dtype of training
         argv += ["--baseline", Path(args.out, "ar")]
-    argv += ["--test", rows_of(name, args)[1], "--problems", args.problems, "--max_new_tokens", 32]
-    argv += ["--dtype", dtype, "--device", args.device]
+    argv += ["--test", rows_of(name, args)[1], "--problems", args.problems]
+    argv += ["--max_new_tokens", args.max_new_tokens, "--dtype", dtype, "--device", args.device]
     judge = is_python if name == "codila" else script.is_right
     run_script(script, [*argv, *flags.split()], decode=each_setting, is_right=judge)
     return [{key: value for key, value in row.items() if key != "outputs"} for row in rows]
@@ -175,12 +177,13 @@ def show(lines, args):
     print()
     table("stage", "starts from", "rows", "tokens a row", "minutes", "done")
     table(*["---"] * 6)
-    for name, (_, base, flags) in TRAIN.items():
+    for name, (_, base, _) in TRAIN.items():
         parts = [line for line in lines if line["part"] == f"train {name}"]
-        words = flags.split()
-        n = math.prod(int(words[words.index(flag) + 1]) for flag in ("--steps", "--batch_size"))
         if parts:
-            cfg = Config(data=rows_of(name, args)[0], max_len=64)
+            flags = parts[-1]["flags"]
+            value = dict(zip(flags, flags[1:]))
+            n = int(value["--steps"]) * int(value["--batch_size"])
+            cfg = Config(data=rows_of(name, args)[0], max_len=int(value["--max_len"]))
             rows = encode_rows(read_tokenizer(args.model), cfg)
             length = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in rows) / len(rows)
             minutes = sum(part["minutes"] for part in parts)
@@ -202,8 +205,8 @@ def settings_of(argv):
     tiny = ROOT / "tests" / "tiny"
     texts = dict(model="", out="runs/real", dtype="bfloat16")
     texts |= dict(data=f"{tiny}/train.jsonl", test=f"{tiny}/test.jsonl")
-    found = parser(__doc__, minutes=(1e6, 1e6), problems=(200, 200), parts=([""], [""]),
-                   **{name: (text, text) for name, text in texts.items()})  # fmt: skip
+    found = parser(__doc__, minutes=(1e6, 1e6), problems=(200, 200), max_new_tokens=(32, 32),
+                   parts=([""], [""]), **{name: (text, text) for name, text in texts.items()})  # fmt: skip
     args, more = found.parse_known_args(argv)
     args.more = more
     return args
@@ -218,7 +221,8 @@ def main(argv=None):
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     keys = [dict(part=f"train {name}", dtype=args.dtype) for name in TRAIN]
-    keys += [dict(part=f"decode {name}", dtype=dtype, problems=args.problems)
+    asked = dict(problems=args.problems, max_new_tokens=args.max_new_tokens)
+    keys += [asked | dict(part=f"decode {name}", dtype=dtype)
              for name in DECODE for dtype in ("float32", "bfloat16")]  # fmt: skip
     left = []
     for key in keys:

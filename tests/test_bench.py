@@ -199,7 +199,7 @@ def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).symlink_to(TINY / "ar")
     args = bench_real.settings_of([*argv, "--out", str(tmp_path / "new")])
-    assert bench_real.train("refusion", args, 3) | dict(minutes=0) == dict(minutes=0, done=False)
+    assert bench_real.train("refusion", args, 3)["done"] is False
     assert bench_real.train("refusion", args, 60)["done"]
     assert bench_real.main([*argv, "--parts", "decode"]) == 0
     assert bench_real.main([*argv, "--parts", "decode"]) == 0, "nothing is run again"
