@@ -198,8 +198,15 @@ def test_bench_real_goes_on_and_decodes(capsys, monkeypatch, tmp_path):
     for name in ("ar", "refusion"):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).symlink_to(TINY / "ar")
-    args = bench_real.settings_of([*argv, "--out", str(tmp_path / "new")])
-    assert bench_real.train("refusion", args, 3)["done"] is False
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((TINY / "train.jsonl").read_text().splitlines(True)[:4]))
+    more = ["--model", str(TINY / "ar"), "--data", str(few), "--max_len", "96", "--steps", "5"]
+    args = bench_real.settings_of([*argv, "--out", str(tmp_path / "new"), *more])
+    made = bench_real.train("refusion", args, 3)
+    assert made | dict(minutes=0) == dict(flags=made["flags"], minutes=0, done=False)
+    bench_real.show([made | dict(part="train refusion", minutes=2.0)], args)
+    shown = capsys.readouterr().out
+    assert "| refusion | ar | 160 | " in shown and "| 2 | False |" in shown, "5 steps of 32, not those of TRAIN"
     assert bench_real.train("refusion", args, 60)["done"]
     assert bench_real.main([*argv, "--parts", "decode"]) == 0
     assert bench_real.main([*argv, "--parts", "decode"]) == 0, "nothing is run again"
